@@ -25,7 +25,7 @@ TEST_CASE("a book finds members by name and by id, and lists them") {
   CHECK(book.name_of(3).empty());
   CHECK(book.lists(member("a", 1, 10)));
   CHECK_FALSE(book.lists(member("a", 1, 11)));
-  CHECK(book.set({member("b", 2, 20)}).empty());  // who is left out has been followed by nobody
+  CHECK(book.set({member("b", 2, 20)}).empty());  // a member that is left out was not replaced
   CHECK_FALSE(book.find("a"));
 }
 

@@ -13,7 +13,7 @@
 namespace kvpool {
 namespace {
 
-// Addresses that nobody reads: the arena only computes with them.
+// Addresses that are never read: the arena only computes with them.
 std::byte* at(std::uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
 
 std::shared_ptr<Arena> adopt(std::uint32_t blocks, std::vector<Segment> segments) {

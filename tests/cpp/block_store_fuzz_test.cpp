@@ -204,7 +204,7 @@ void fuzz(std::uint32_t blocks, std::uint32_t length_max, int events, std::uint6
         break;
       }
       default: {
-        // As many neighbours as nobody else has freed, in whatever states they are.
+        // As many neighbours as are not free, in whatever states they are.
         std::uint32_t n = 0;
         const std::uint32_t most = 1 + below(length_max);
         while (n < most && block + n < blocks && is_owned(model.states[block + n])) {

@@ -47,7 +47,7 @@ struct Way {
   std::array<std::array<const char*, kPlaceCount>, kPlaceCount> copies;
 };
 
-// What a route has to do: `loopback`, `shm`, `cma` and `cuda_ipc` copy once, by one who reaches both sides: the
+// What a route has to do: `loopback`, `shm`, `cma` and `cuda_ipc` copy once, by a side that reaches both: the
 // sender's GPU, or, where neither side is on one, the CPU. What goes by a socket is copied twice by Linux, and out of a
 // GPU before, and into one afterwards. NCCL moves what lies in a row on a GPU to a row on another: an engine's layers
 // and DRAM are gathered before, and scattered afterwards.

@@ -56,7 +56,7 @@ class TellingKernels {
   cuda::KernelSet set_;
 };
 
-// A route from one arena of a GPU to another there, whose parts are a block each.
+// A route between two arenas of a GPU, with parts of one block each.
 class RouteInParts {
  public:
   explicit RouteInParts(const FakeCuda& cuda, const cuda::KernelSet* kernels = nullptr)
@@ -179,7 +179,7 @@ TEST_CASE("a write by the GPU that is stopped between two parts has written only
       };
       CHECK(code_of([&] { route.write(request); }) == wanted);
       CHECK(launched == last);
-      CHECK(cuda.count("cuStreamSynchronize") - waits == last);  // to let go of a stream waits here, not on a GPU
+      CHECK(cuda.count("cuStreamSynchronize") - waits == last);  // destroying a stream waits here, not on a GPU
       CHECK(route.arrived() == last);
       CHECK(route.done <= last * kRouteBlockBytes);
     }

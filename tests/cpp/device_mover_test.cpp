@@ -340,7 +340,7 @@ TEST_CASE("if any driver call fails in a copy, nothing is written after the erro
         failures += code ? 1 : 0;
         if (code) CHECK(*code == ErrorCode::kUnsupported);
         if (code) {
-          // Blocks that the copy gave up are somebody else's now.
+          // Blocks that the copy gave up have another owner now.
           for (const Address address : to) fill_block(cuda, *tiers.host, block_of(address), 200);
           dawdle();
           for (const Address address : to) CHECK(block_is(cuda, *tiers.host, block_of(address), 200));

@@ -64,7 +64,7 @@ TEST_CASE("a wait for the work of a whole device ends with the work, at the dead
       CHECK(code_of([&] { order->wait(INT64_MAX, &cancelled); }) == ErrorCode::kCancelled);
       work.end();
       order->wait(INT64_MAX, nullptr);
-      CHECK(order->ended() == now);  // of all work there is, nobody can say
+      CHECK(order->ended() == now);  // not known of all the work there is
       if (!now) continue;
       const Stalled later(engine);
       CHECK(order->ended());  // what came later is not waited for

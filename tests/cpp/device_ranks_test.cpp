@@ -162,7 +162,7 @@ TEST_CASE("a rank that loses its GPU in a write does not report the end of its w
     std::atomic<int> clear{0};
     const Error why(ErrorCode::kPeerLost, "over");
     b.channels.depart(5, why, [&] { ++clear; });
-    // What the GPU of a was at, nobody knows. By sock and nccl it could not write at all.
+    // How far the GPU of a had come is unknown. By sock and nccl it could not write at all.
     if (route == "sock" || route == "nccl") {
       CHECK(soon([&] { return clear == 1; }));
     } else {

@@ -197,7 +197,7 @@ TEST_CASE("pools connect by every route that reaches a GPU, and the CPU does the
     for (const Medium source : {Medium::kHbm, Medium::kDram}) {
       for (const Medium target : {Medium::kHbm, Medium::kDram}) {
         CHECK_NOTHROW(send(a, b, source, target));
-        // The other pool's memory is page-locked by nobody: but mapped once more, it is.
+        // The other pool's memory is not page-locked, but its second mapping here is.
         CHECK(send(a, host, source, target, "cuda_ipc") == "cuda_ipc");
         const std::string to_host = send(a, host, source, target);
         if (source == Medium::kHbm) CHECK((to_host == "cuda_ipc" || to_host == "sock"));
@@ -280,7 +280,7 @@ TEST_CASE("if any driver call fails when two pools connect, they connect or fail
       if (error) CHECK((error->code() == ErrorCode::kUnsupported || error->code() == ErrorCode::kPeerLost));
     }
     const bool reached = cuda.failed();
-    // A handle of an imported allocation, whose mapping has gone, when to release it was what failed.
+    // A handle of an imported and unmapped allocation, if releasing it was the call that failed.
     CHECK((cuda.left() == "" || cuda.left() == "handles=1"));
     if (!reached) break;
   }

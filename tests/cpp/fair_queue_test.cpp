@@ -1,4 +1,4 @@
-// Whose work comes next, beside a naive model, and threads that take it.
+// Which key's work comes next, beside a naive model, and threads that take it.
 #include "kvpool/exec/fair_queue.h"
 
 #include <doctest/doctest.h>
@@ -43,7 +43,7 @@ TEST_CASE("peers take turns, however much work one of them has queued") {
   noted.add(kC, Priority::kPrefill, '1');
   noted.add(kC, Priority::kPrefill, '2');
   CHECK(noted.take(4) == "ax1b");
-  noted.add(kB, Priority::kPrefill, 'y');  // comes again: behind those who wait
+  noted.add(kB, Priority::kPrefill, 'y');  // comes again: behind the waiting keys
   CHECK(noted.take(4) == "2cyd");
   CHECK(noted.shares.size() == 0);
   CHECK_FALSE(noted.shares.take());
@@ -74,7 +74,7 @@ TEST_CASE("work that cannot be queued for lack of memory costs no key its turn")
   CHECK(threw > 1);
 }
 
-// Who waits, in the order of turns, each with the numbers of its work.
+// The waiting keys, in the order of turns, each with the numbers of its work.
 using NaiveTurns = std::vector<std::pair<std::uint64_t, std::deque<int>>>;
 
 TEST_CASE("a fair queue agrees with a naive model after every event") {

@@ -71,7 +71,7 @@ TEST_CASE("a communicator sends only from the memory of its GPU") {
     REQUIRE(first.joined() == kNcclSuccess);
     REQUIRE(second.joined() == kNcclSuccess);
     const std::array<std::byte, kBytes> host{};
-    CHECK(first.send(second.memory) == 4);  // of the other GPU, whose neighbour it is
+    CHECK(first.send(second.memory) == 4);  // of the neighbouring GPU
     CHECK(first.send(reinterpret_cast<CuPointer>(host.data())) == 4);
     CHECK(first.send(first.memory + 1) == 4);  // and not past its end
     CHECK(first.send(first.memory) == kNcclSuccess);

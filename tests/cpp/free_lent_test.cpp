@@ -28,7 +28,7 @@ struct Lender : Member {
     metadata.block_tokens = kPage;
     metadata.piece_bytes = {64, 64};
     metadata.media[Medium::kHbm].blocks = 16;
-    metadata.media[Medium::kHbm].segments = {{0x10000, 128, 128}};  // which nobody looks at: there is only sock
+    metadata.media[Medium::kHbm].segments = {{0x10000, 128, 128}};  // which is not used: there is only sock
   }
   void meet(Node& node, std::function<void(Link&, const Message&)> on_return) {
     const auto link = endpoint->connect(node.service.listen(unix_address()), in_seconds(60));
@@ -133,7 +133,7 @@ TEST_CASE("a peer that is lost or refuses does not stop the own blocks and other
     CHECK(error->code() == (is_lost ? ErrorCode::kPeerLost : ErrorCode::kBusy));
     CHECK(blocks_in(*c.pool, BlockState::kLent) == 0);
     CHECK(blocks_in(*a.pool, BlockState::kActive) == 0);
-    // They are nobody's here any more.
+    // No one here has them any more.
     const auto again = error_of([&] { free_all(a, of_c); });
     REQUIRE(again);
     CHECK(again->code() == ErrorCode::kNotOwner);

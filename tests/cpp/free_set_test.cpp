@@ -164,7 +164,7 @@ void fuzz(const Shape& shape, std::uint64_t seed) {
         REQUIRE((longest == FreeSet::kNone) == (model.longest() == 0));
         if (longest != FreeSet::kNone) REQUIRE(model.length_at(longest) == model.longest());
       } else if (below(8) == 0) {
-        // A block that somebody else chose, anywhere in a run.
+        // A block that the caller chose, anywhere in a run.
         auto it = model.all().lower_bound(below(shape.blocks));
         if (it == model.all().end()) it = model.all().begin();
         const std::uint32_t block = it->first + below(it->second);

@@ -36,7 +36,7 @@ inline std::vector<std::uint64_t> fuzz_seeds() {
   return {1, 2, std::random_device{}()};
 }
 
-// The seeds of a fuzz target: those of fuzz_seeds(), and in a long run fresh ones until its time is over.
+// The seeds of a fuzz target: fuzz_seeds(), and in a long run fresh ones until its time is over.
 class FuzzTime {
  public:
   struct End {};

@@ -1,4 +1,4 @@
-// Data frames that nobody wants any more, begun and not finished: their sender returns at once, and the link goes on.
+// Data frames that are given up when they are partly sent: their sender returns at once, and the link goes on.
 #include <doctest/doctest.h>
 #include <sys/mman.h>
 
@@ -20,7 +20,7 @@ namespace {
 
 const Wire kWires[] = {Wire::kUnix, Wire::kTcpChecksum, Wire::kTcpMac};
 
-// Memory that nobody may read any more once it was taken away: who does, dies.
+// Memory that cannot be read any more once it was taken away: a read ends the process.
 class Source {
  public:
   explicit Source(std::size_t bytes) : bytes_(bytes) {

@@ -59,7 +59,7 @@ Outcome feed(Handshake& side, const Bytes& in) {
   return outcome;
 }
 
-// All four messages, with somebody in between who may change each.
+// All four messages, with a man in the middle who may change each.
 struct Meeting {
   Outcome hello_at_server, hello_at_client, proof_at_server, proof_at_client;
   using Meddle = std::function<void(int message, Bytes& bytes)>;
@@ -251,7 +251,7 @@ TEST_CASE("a proof cannot be reflected") {
   CHECK(end.code == ErrorCode::kAuth);
   CHECK_FALSE(victim.done());
 
-  // The other way round: a server whose client repeats what it says.
+  // The other way round: a client that repeats the server's messages.
   Handshake server = server_of("s");
   Handshake caller = client_of("s", {}, 2);
   const Outcome heard = feed(server, caller.start());

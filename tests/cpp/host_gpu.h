@@ -1,4 +1,4 @@
-// A GPU of the fake driver whose kernels are those of cuda/, compiled for the CPU: for the cases of kernel_cases.h.
+// A GPU of the fake driver with the kernels of cuda/, compiled for the CPU: for the cases of kernel_cases.h.
 #pragma once
 
 #include "fake_driver.h"

@@ -15,7 +15,7 @@ namespace kvpool::testing {
 using namespace services;  // NOLINT(google-build-using-namespace)
 namespace {
 
-// All that nobody has, but for those of pools that other tests have left.
+// All free ones, except those of pools that other tests have left.
 std::vector<InstanceId> draw_all() {
   std::vector<InstanceId> ids;
   const auto refused = error_of([&] {

@@ -185,7 +185,7 @@ TEST_CASE("an instance loses the end of a prompt and everything below, and other
   CHECK(rig.remove({1, 2, 3}, 1, 7) == 4);
   CHECK(rig.peek({1, 2, 3, 4}) == Hits{{8, 4}, {7, 1}});
   CHECK(rig.peek({1, 2, 3, 5}) == Hits{{8, 3}, {7, 1}});
-  CHECK(rig.index.pages() == 4);  // nobody holds page 5
+  CHECK(rig.index.pages() == 4);  // no instance holds page 5
   CHECK(rig.remove({1, 2, 3, 4}, 1, 7) == 0);
   CHECK(rig.remove({1, 2, 3, 4}, 4, 8) == 0);  // no such page
   CHECK(rig.remove({1, 2, 3, 4, 5}, 4, 8) == 0);

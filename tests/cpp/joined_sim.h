@@ -1,4 +1,4 @@
-// Two simulated processes on a network that does nothing wrong (but for delays): the clock runs while somebody waits.
+// Two simulated processes on a network that does nothing wrong (but for delays): the clock runs while a thread waits.
 #pragma once
 
 #include <functional>

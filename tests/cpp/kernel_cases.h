@@ -38,7 +38,7 @@ inline Bytes random_bytes(std::size_t bytes, testing::Dice& dice) {
   return result;
 }
 
-// A job whose strips hold offsets, for the two buffers that it will be run in.
+// A job with offsets in its strips, for the two buffers that it will run in.
 struct Draft {
   std::vector<PlannedStrip> strips;
   std::vector<BlockPair> pairs;

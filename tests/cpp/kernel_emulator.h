@@ -41,7 +41,7 @@ class CheckedMemory {
     std::memcpy(pointer(address), &unit, sizeof(T));
   }
 
-  // The first thing that was done wrong, or that nobody did; "" when each byte was written exactly once.
+  // The first thing that was done wrong or not at all; "" when each byte was written exactly once.
   std::string wrong() const {
     if (!wrong_.empty()) return wrong_;
     for (const auto& [base, marks] : buffers_) {

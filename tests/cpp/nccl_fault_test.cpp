@@ -22,7 +22,7 @@ namespace {
 constexpr std::uint32_t kArenaBlocks = 8;
 constexpr std::size_t kPieceBytes = 256;
 
-// An inbox whose work runs when the test says so, and a peer that is the test.
+// An inbox that works when the test says so; the test is its peer.
 class InboxTest {
  public:
   InboxTest() : arena_(DeviceArenaOptions{.blocks = kArenaBlocks, .segment_bytes = {kPieceBytes}}) {
@@ -239,7 +239,7 @@ TEST_CASE("nccl inbox: a halted sender or an ended link ends the waits for it") 
     NcclChannelBody channel;
     channel.generation = 1;
     channel.pass_bytes = kNcclPassBytesMin;
-    channel.id.bytes[0] = 'x';  // nobody listens there
+    channel.id.bytes[0] = 'x';  // nothing listens there
     test.say(FrameKind::kChannel, write_body(channel));
     test.say(FrameKind::kPass, write_body(InboxTest::pass(1)));
     std::thread peer([&] {

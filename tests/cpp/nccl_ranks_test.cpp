@@ -61,7 +61,7 @@ struct TwoRanks {
   std::atomic<bool> released{false};
 };
 
-// When a meeting is clear here: nobody writes in it any more.
+// When a meeting is clear here: there are no more writes in it.
 struct Clear {
   std::atomic<int> calls{0};
   std::atomic<bool> early{false};
@@ -96,7 +96,7 @@ TEST_CASE("nccl ranks: a meeting ends only after the content that was arriving i
     CHECK(outcome->code == code(ErrorCode::kPeerLost));
     REQUIRE(soon([&] { return ranks.nccl.count("ncclCommAbort") >= 2; }));
     CHECK(soon([&] { return clear_a.calls == 1; }));
-    // Nor does anybody else who has to do with the receiver.
+    // Nor does any other thread that deals with the receiver.
     ranks.nccl.set("stall", 0);
     RankHere c(2, {"nccl"}, on_gpu(2));
     c.channels.meet(meeting_of(kMeeting + 1, {ranks.b.metadata()}), in_seconds(60));
@@ -166,7 +166,7 @@ TEST_CASE("nccl ranks: a failure of NCCL fails the order, not the channel, and s
 }
 
 TEST_CASE("nccl ranks: a rank whose GPU is lost while it receives tells its own process, and its sender") {
-  // When NCCL notices first, the message has failed, and nobody knows more: then again.
+  // When NCCL notices first, the message has failed without a reason: then again.
   bool told = false;
   for (int tries = 0; tries < 200 && !told; ++tries) {
     TwoRanks ranks;

@@ -218,7 +218,7 @@ TEST_CASE("nccl: after NCCL has failed, another route serves") {
   CHECK_FALSE(NcclPair::end_of(*next));
   CHECK(next->stats().route == "sock");
   CHECK(pair.a.service->peers()[0].route_failures.size() == 1);
-  // It is tried all the same by who asks for it, and then it is as good as before.
+  // A transfer that names it still tries it, and then it is usable as before.
   TransferRequest again = NcclPair::request(pair.b, blocks);
   again.route = "nccl";
   CHECK_FALSE(NcclPair::end_of(*pair.a.service->transfer(std::move(again))));
@@ -236,7 +236,8 @@ TEST_CASE("nccl: after a pass has stood still to the deadline, or a communicator
     const auto late = NcclPair::end_of(*pair.a.service->transfer(std::move(by_nccl)));
     REQUIRE(late);
     CHECK(late->code() == ErrorCode::kDeadline);
-    // The transfer ends by its deadline; that its pass has not ended is noted by who waits for the pass, soon after.
+    // The transfer ends by its deadline; the thread that waits for the pass notes soon after that the pass has not
+    // ended.
     REQUIRE(NcclPair::eventually([&] { return pair.a.service->peers()[0].route_failures.size() == 1; }));
     const auto failures = pair.a.service->peers()[0].route_failures;
     CHECK(failures[0].route == "nccl");

@@ -21,7 +21,7 @@ inline Bytes reserved(const Addresses& addresses, std::uint32_t held = 0) {
   return write_body(ReservedBody{held, addresses});
 }
 
-// Whether the sources can be freed and are free then: nobody reads them.
+// Whether the sources can be freed and are free then, because no transfer reads them.
 inline bool is_unread(SessionKit& kit, const Addresses& from) {
   kit.pool->free(from.data(), from.size());
   return kit.count(BlockState::kFree) == 16;

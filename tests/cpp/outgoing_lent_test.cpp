@@ -52,7 +52,7 @@ TEST_CASE("named destinations are written by one transfer at a time, and not ret
   CHECK(code_of([&] { kit.session->give_back(borrowed, kit.host.now + kMs); }) == ErrorCode::kState);
   kit.host.end_write();
   CHECK(transfer->done());
-  CHECK(kit.link->sent.empty());  // nobody needed to be told
+  CHECK(kit.link->sent.empty());  // no one needed to be told
   kit.link->meanwhile = [&](std::int64_t) { kit.reply_next(kReturnVerb); };
   kit.session->give_back(borrowed, kit.host.now + kMs);
   CHECK(kit.session->borrowed_blocks() == 0);
@@ -152,7 +152,7 @@ TEST_CASE("on the way to lent blocks nothing overtakes the data of a transfer th
   CHECK(code_of([&] { kit.session->transfer(std::move(refused)); }) == ErrorCode::kBusy);
   const std::uint32_t free = kit.count(BlockState::kFree);
   kit.pool->free(from.data(), from.size());
-  CHECK(kit.count(BlockState::kFree) == free + 1);  // nobody reads them
+  CHECK(kit.count(BlockState::kFree) == free + 1);  // no one reads them
   kit.session->start(kit.link, {kit.route});
   const auto behind = write();  // by the link: it comes behind
   kit.host.end_write();
@@ -169,7 +169,7 @@ TEST_CASE("a loan that comes too late is returned") {
   kit.link->meanwhile = [&](std::int64_t deadline_ns) { kit.host.now = deadline_ns; };
   CHECK(code_of([&] { kit.session->borrow(2, Medium::kHbm, true, kit.host.now + kMs); }) == ErrorCode::kDeadline);
   const std::uint64_t id = kit.link->sent.at(0).id;
-  kit.link->sent.clear();  // the call, and that nobody waits for it any more
+  kit.link->sent.clear();  // the call, and that no one waits for it any more
   kit.reply(kLendVerb, id, write_addresses(SessionKit::peer_addresses(2)));
   const Message back = kit.link->take();
   CHECK(back.verb == kReturnVerb.number);

@@ -49,7 +49,7 @@ TEST_CASE("wrong answers of a peer are detected") {
   CHECK(say(kLendVerb, write_addresses({})) == ErrorCode::kProtocol);
   CHECK(say(Verb{99, "nothing", 0, 0}, {}) == ErrorCode::kProtocol);
   CHECK(code_of([&] { kit.say(FrameKind::kData, id); }) == ErrorCode::kProtocol);
-  CHECK_NOTHROW(kit.reply(kCompleteVerb, id + 99, write_addresses({})));  // nobody asked: nobody hears
+  CHECK_NOTHROW(kit.reply(kCompleteVerb, id + 99, write_addresses({})));  // no call asked for it: no one is told
   CHECK_FALSE(transfer->done());
 }
 

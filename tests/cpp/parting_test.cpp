@@ -75,7 +75,7 @@ TEST_CASE("of several threads that advance to the same state, only one learns th
 }
 
 // As a session counts its writes: the last write that ends after the link, or the link that ends after the last write,
-// lets go; that neither does would leave what the link keeps open for ever.
+// lets go; if neither did, what the link keeps would stay open forever.
 TEST_CASE("the last write and the link may end in any order, or at once, and both ends are noticed") {
   for (int round = 0; round < 500; ++round) {
     Parting parting;

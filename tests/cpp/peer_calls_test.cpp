@@ -120,7 +120,7 @@ TEST_CASE("the server of a call learns that it is cancelled, by the caller or wi
   kit.ask(kEcho, kId);
   int told = 0;
   kit.calls[0]->when_cancelled([&] { ++told; });
-  kit.cancel(kDrop, kId);  // another verb's, a number that nobody has asked with, and an answered one: nobody hears
+  kit.cancel(kDrop, kId);  // another verb's, an unused number, and an answered one: no effect
   kit.cancel(kEcho, kId + 1);
   kit.cancel(Verb{999, "nothing", 0, 0}, kId);
   CHECK(told == 0);

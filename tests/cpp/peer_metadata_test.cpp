@@ -21,7 +21,7 @@ namespace {
 
 using Change = std::function<void(PeerMetadata&)>;
 
-// The bytes of peer metadata, without the checks of write_metadata: as somebody writes them who means harm.
+// The bytes of peer metadata, without the checks of write_metadata: as an attacker writes them.
 Bytes forged(const PeerMetadata& metadata) {
   Bytes out;
   WireWriter writer(out);

@@ -1,4 +1,4 @@
-// Who wins a race between a kernel and the copy engines, with a clock that only the copies move.
+// Races between a kernel and the copy engines, with a clock that only the copies move.
 #include "kvpool/cuda/piece_race.h"
 
 #include <doctest/doctest.h>

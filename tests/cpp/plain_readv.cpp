@@ -1,6 +1,6 @@
 // UCX's cma transport asks whether a peer is in reach by reading the peer's list of pieces over its own one, wherever
 // that lies on the stack. AddressSanitizer's process_vm_readv then looks at the memory that the new list names, which
-// is nobody's, and dies of it. So the tests have one without that look; what kvpool itself reads is compared byte by
+// is arbitrary, and dies of it. So the tests have one without that look; what kvpool itself reads is compared byte by
 // byte.
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 #include <sys/syscall.h>

@@ -1,4 +1,4 @@
-// A small pool for tests, and stamps: a value in every block that tells whose block it is.
+// A small pool for tests, and stamps: a value in every block that names its owner.
 #pragma once
 
 #include <dlfcn.h>
@@ -30,7 +30,7 @@ inline PoolOptions small_options(std::uint32_t hbm_blocks, std::uint32_t dram_bl
   return options;
 }
 
-// `pages` pages whose content only this `prompt` has.
+// `pages` pages with content that only this `prompt` has.
 inline Tokens prompt(Token id, std::size_t pages) {
   Tokens tokens(pages * kPage);
   std::iota(tokens.begin(), tokens.end(), id * 100000);
@@ -74,7 +74,7 @@ inline Found match(const std::shared_ptr<Pool>& pool, const Tokens& tokens, std:
   return found;
 }
 
-// Where the CPU finds these bytes of an arena: those of a GPU, the fake driver knows.
+// Where the CPU finds these bytes of an arena; of a GPU's, the fake driver knows.
 inline std::byte* cpu_address(const Arena& arena, std::byte* at, [[maybe_unused]] std::size_t bytes) {
 #ifdef KVPOOL_FAKE_CUDA
   if (arena.on_device()) {

@@ -1,5 +1,5 @@
 // Many threads against one pool. Every block carries the stamp of the page that it holds; a reader that finds another
-// one has read somebody else's data (R1). Run under ThreadSanitizer too.
+// one has read another owner's data (R1). Run under ThreadSanitizer too.
 #include <doctest/doctest.h>
 
 #include <atomic>

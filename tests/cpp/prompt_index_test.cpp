@@ -142,7 +142,7 @@ TEST_CASE("erasing a prompt removes the pages that no longer prompt shares") {
   CHECK(rig.erase({1, 2}).pages == 0);
   CHECK(rig.erase({1, 2, 3, 4}).pages == 2);
   CHECK(rig.match({1, 2, 5}).size() == 3);
-  CHECK(rig.erase({1, 2, 5}).pages == 3);  // nobody shares 1, 2 any more
+  CHECK(rig.erase({1, 2, 5}).pages == 3);  // no prompt shares 1, 2 any more
   CHECK(rig.index.node_count() == 0);
 }
 

@@ -120,7 +120,7 @@ TEST_CASE("a move for which one rank could not be asked ends when the others hav
   instance.links[1]->on_sent = [](std::uint64_t) { throw Error(ErrorCode::kBusy, "too much is queued"); };
   std::thread rank([&] {
     while (asked == 0) usleep(100);
-    usleep(20'000);  // long enough that one who does not wait is seen
+    usleep(20'000);  // long enough to notice a caller that does not wait
     answered = true;
     instance.answer(0, asked);
   });

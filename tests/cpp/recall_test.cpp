@@ -14,7 +14,7 @@ bool same(const RecallResult& result, std::uint32_t returned, std::uint32_t free
   return result.returned == returned && result.freed == freed && result.quarantined == quarantined;
 }
 
-// An owner whose call ends when the script says so.
+// An owner with a call that ends when the script says so.
 struct Owner : SessionKit {
   explicit Owner(bool one_sided = true) : SessionKit(one_sided) {}
   // `borrower`: what it does about the call. Then time passes to the deadline.

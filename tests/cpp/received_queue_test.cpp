@@ -1,4 +1,4 @@
-// What peers sent for the application, and who waits for it.
+// Items that peers sent for the application, and threads that wait for them.
 #include "kvpool/peers/received_queue.h"
 
 #include <doctest/doctest.h>

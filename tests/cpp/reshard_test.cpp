@@ -105,7 +105,7 @@ void check_plan(const KVShape& shape, const Parallel& from, const Parallel& to) 
     }
   }
   CHECK(written_twice == 0);
-  // A byte that nobody wrote is still kUnwritten, and no byte of a shard has that number.
+  // A byte that was not written is still kUnwritten, and no byte of a shard has that number.
   for (std::uint32_t rank = 0; rank < plan.to.ranks(); ++rank) CHECK(received[rank] == shard(shape, to, rank));
   check_balance(plan);
   check_shortest(plan);

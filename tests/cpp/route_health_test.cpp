@@ -181,7 +181,7 @@ TEST_CASE("after a failure another route serves, and the one that failed is trie
   CHECK(routes.chosen(kStart) == "sock");
   CHECK(routes.chosen(kStart + kSecond) == "sock");
   CHECK(routes.chosen(kStart + 20 * kSecond) == "nccl");
-  CHECK(routes.chosen(kStart, "nccl") == "nccl");  // who asks for it has it
+  CHECK(routes.chosen(kStart, "nccl") == "nccl");  // on request it is used
   // It fails again: longer than before.
   fail(routes.nccl->health(), ErrorCode::kRouteFailed, kStart + 20 * kSecond);
   std::int64_t again = 20 * kSecond;

@@ -125,7 +125,7 @@ class ProbeKit {
     clock_.run(clock_.now_ns() + ns, holds);
     return holds();
   }
-  // Nothing that anybody could see has changed on either side, and nobody has been told of anything.
+  // Nothing visible has changed on either side, and no one has been told of anything.
   void check_nothing_left() {
     CHECK(stats_of(a_) == before_[0]);
     CHECK(stats_of(b_) == before_[1]);

@@ -76,7 +76,7 @@ TEST_CASE("a local socket: if it refuses the client, connect() says so and does 
     HandServer server;
     std::string name = fresh_name("@");
     SockAddress address = parse_address("unix:" + name);
-    const Descriptor silent = listen_at(address);  // nobody accepts there
+    const Descriptor silent = listen_at(address);  // nothing accepts there
     if (refuses) name += "-is-not-there";
     std::thread by_hand([&] {
       server.meet();
@@ -99,7 +99,7 @@ TEST_CASE("a local socket: if it refuses the client, connect() says so and does 
       CHECK(text.find(part) != std::string::npos);
     }
     CHECK(error->fields().empty());
-    CHECK(error->cause() == ErrorCause::kOther);  // it is not to be taken for an address where nobody listens
+    CHECK(error->cause() == ErrorCause::kOther);  // it is not to be taken for an address without a listener
     CHECK(client.admitted() == 0);
   }
 }

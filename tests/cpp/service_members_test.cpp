@@ -192,7 +192,7 @@ TEST_CASE("when both sides name each other at once, both are served") {
   }
 }
 
-// Somebody who takes calls, and says nothing.
+// A server that accepts connections, and says nothing.
 struct Silent {
   Silent() : address(parse_address(unix_address())), socket(listen_at(address)) {}
   SockAddress address;
@@ -243,7 +243,7 @@ TEST_CASE("a replaced incarnation is disconnected, and the new one connected") {
   REQUIRE(pair.a.service.peers().size() == 1);
   CHECK(pair.a.service.peers()[0].incarnation != before);
   CHECK(pair.a.service.peers()[0].incarnation == newer.service.incarnation());
-  // A picture that is late names the old one: who is here by now stays.
+  // A late list names the old one: the current one stays.
   pair.a.service.set_members({listening(newer)});
   CHECK(pair.a.service.peers().size() == 1);
 }

@@ -1,4 +1,4 @@
-// Peers that come and go: who meets whom, in what order, and what is left of it.
+// Peers that come and go: in what order they connect, and what they leave.
 #include <doctest/doctest.h>
 
 #include <atomic>
@@ -119,14 +119,14 @@ TEST_CASE("a caller may give up at any point of its wait") {
   const auto given_up = [] { return true; };
   CHECK(error_of([&] { a.service.connect(unix_address(), {in_seconds(60), given_up}); })->code() ==
         ErrorCode::kCancelled);
-  // Somebody who takes the call, and says nothing.
+  // A server that accepts the connection, and says nothing.
   SockAddress address = parse_address(unix_address());
   const Descriptor silent = listen_at(address);
   CHECK(error_of([&] { a.service.connect(format_address(address), {in_seconds(60), given_up}); })->code() ==
         ErrorCode::kCancelled);
 }
 
-// A peer as the wire sees one, whose metadata fits that of the nodes here.
+// A peer as seen on the wire, with metadata that fits the nodes here.
 struct RawPeer : Member {
   RawPeer(const std::string& name, std::uint64_t incarnation) : Member(name, {.secret = "s3cret"}) {
     metadata.instance = 77;
@@ -266,7 +266,7 @@ TEST_CASE("a closed pool keeps no memory for peers of any kind, or for handles t
     const std::weak_ptr<Arena> arena_a = a.pool->arena(Medium::kHbm);
     const std::weak_ptr<Arena> arena_b = b.pool->arena(Medium::kHbm);
     a.pool->close();
-    CHECK(soon([&] { return arena_a.expired(); }));  // a peer of this process lets go when it hears of it
+    CHECK(soon([&] { return arena_a.expired(); }));  // a peer of this process releases it when it is told
     CHECK(soon([&] { return b.service.peers().empty(); }));
     b.pool->close();
     CHECK(arena_b.expired());

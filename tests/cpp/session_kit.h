@@ -26,7 +26,7 @@ inline constexpr std::uint32_t kPeerInstance = 9;
 inline constexpr std::uint64_t kPeerIncarnation = 0x1234567;
 inline constexpr std::uint32_t kPeerBlocks = 32;
 
-// What the peer was sent, and what it does while somebody waits.
+// What the peer was sent, and what it does while a thread waits.
 class ScriptLink final : public Link {
  public:
   void send(Message&& message) override {

@@ -30,8 +30,8 @@ struct Tenant {
   std::vector<Pins> pins;
 };
 
-// Random calls of several pools. After each, who has which unit is worked out anew from what the applications know and
-// from what the pools explain, and all that the pools and the space count must agree with it.
+// Random calls of several pools. After each, the owner of each unit is worked out anew from what the applications know
+// and from what the pools explain, and all that the pools and the space count must agree with it.
 class Game {
  public:
   Game(std::uint32_t hbm, std::uint32_t dram, const std::vector<std::uint32_t>& sizes, std::uint64_t seed)

@@ -17,7 +17,7 @@ using namespace kvpool::testing;  // NOLINT(google-build-using-namespace)
 
 namespace {
 
-// Two pools of 3 and 4 units a block; the second has filled the space with prompts that nobody holds.
+// Two pools of 3 and 4 units a block; the second has filled the space with unpinned prompts.
 struct Full {
   Space space{48, 0, 2};
   std::shared_ptr<Pool> starved = space.make_pool(3);
@@ -78,7 +78,7 @@ TEST_CASE("a hook may evict from another cache what the short one needs, and is 
   full.starved->audit();
   full.rich->audit();
 
-  // More than there is nobody is asked for.
+  // No cache is asked for more than there is.
   const int before = hook->calls;
   CHECK(code_of([&] { full.starved->alloc_evicting(17, Medium::kHbm, out.data()); }) == ErrorCode::kOutOfBlocks);
   CHECK(hook->calls == before);

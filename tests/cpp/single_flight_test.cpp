@@ -15,7 +15,7 @@ namespace {
 
 constexpr int kCallers = 6;
 
-// Callers who all want "peer". The first attempt lasts until the others had time to come.
+// Callers that all want "peer". The first attempt lasts until the others had time to come.
 std::vector<std::optional<Error>> call_together(SingleFlight& attempts, const Waiting& first, const Waiting& others,
                                                 const std::function<void(int call)>& attempt) {
   std::atomic<int> calls{0};
@@ -46,7 +46,7 @@ TEST_CASE("callers that want the same thing share one attempt and its outcome") 
       if (call == 1) usleep(500'000);
       if (!works) throw Error(ErrorCode::kAuth, "attempt " + std::to_string(call));
     });
-    CHECK(made < kCallers);  // mostly 1: who comes when it is over makes another
+    CHECK(made < kCallers);  // mostly 1: a caller that comes when it is over makes another
     for (const auto& outcome : outcomes) {
       CHECK(outcome.has_value() != works);
       if (outcome) CHECK(outcome->code() == ErrorCode::kAuth);

@@ -1,5 +1,5 @@
 // Two sides that write to each other over one socket at once, more than it takes. A handler of what arrives must not
-// wait for room: both sides would, and nobody would read.
+// wait for room: both sides would, and neither would read.
 #include <doctest/doctest.h>
 
 #include <atomic>

@@ -288,12 +288,12 @@ TEST_CASE("a link: a peer that is silent for the lease is lost; one that answers
     return received_raw(victim.peer).size() >= 3 * 32;
   };
   for (const Wire wire : {Wire::kUnix, Wire::kTcpMac}) {
-    // It is asked whether it lives, unless a busy machine lets nobody ask for that long.
+    // It is asked for a sign of life, unless a busy machine delays that for too long.
     bool asked = false;
     for (int i = 0; i < 10 && !asked; ++i) asked = asked_more_than_once(wire);
     CHECK(asked);
   }
-  constexpr std::int64_t kLonger = 4'000'000'000;  // a busy machine lets nobody answer for some time
+  constexpr std::int64_t kLonger = 4'000'000'000;  // a busy machine may delay answers for some time
   LinkPair pair(Wire::kUnix);
   const auto left = std::make_shared<LinkKeepalive>(*pair.left_reactor, kLonger);
   const auto right = std::make_shared<LinkKeepalive>(*pair.right_reactor, kLonger);

@@ -202,7 +202,7 @@ inline std::pair<Descriptor, Descriptor> socket_pair(Wire wire) {
   }
   std::pair<Descriptor, Descriptor> pair{Descriptor::open([&] { return ends[0]; }),
                                          Descriptor::open([&] { return ends[1]; })};
-  // Nothing here has a lease. With one of a second, TCP gives a connection up whose reader is busy for two: under
+  // Nothing here has a lease. With a lease of a second, TCP gives a connection up if its reader is busy for two: under
   // ThreadSanitizer, a handler that answers with content is.
   for (const Descriptor* end : {&pair.first, &pair.second}) tune_socket(*end, wire != Wire::kUnix, 600 * kSecond);
   return pair;

@@ -18,7 +18,7 @@ using testing::code_of;
 using testing::Dice;
 using testing::Trial;
 
-// A link whose other end places what it gets, as a session does.
+// A link; its other end places content as a session does.
 class PlacingLink final : public Link {
  public:
   explicit PlacingLink(const MediaSpans& target) : target_(target) {}

@@ -23,7 +23,7 @@ using testing::Dice;
 
 std::size_t aligned_as(std::size_t bytes) { return bytes > 512 || (bytes > 0 && bytes % 64 == 0) ? 64 : 16; }
 
-// A heap, and what ought to be in it: every byte of every object says whose it is.
+// A heap, and what ought to be in it: every byte of an object names its owner.
 class Model {
  public:
   ~Model() {

@@ -126,7 +126,7 @@ TEST_CASE("a heap of a few objects of many sizes takes little memory") {
     }
   }
   CHECK(heap.touched_bytes() == bytes);
-  // Per class a page at either end. The classes whose ten objects fill spans have them full.
+  // Per class a page at either end. Classes in which ten objects fill spans have full spans.
   CHECK(resident_bytes(objects) <= bytes + 20 * 4 * static_cast<std::size_t>(sysconf(_SC_PAGESIZE)));
 }
 

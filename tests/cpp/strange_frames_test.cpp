@@ -1,4 +1,4 @@
-// A peer that knows the secret, and whose frames are authentic, but say anything: what it was not given stays as it is,
+// A peer that knows the secret and sends authentic frames with any content: what it was not given stays as it is,
 // and peers that keep the rules go on. KVPOOL_LONG=1: 100,000 frames.
 #include <doctest/doctest.h>
 #include <poll.h>
@@ -152,7 +152,7 @@ class Stranger final : public FrameSink {
   std::unique_ptr<FrameReader> reader_;
 };
 
-// Makes up frames: mostly such as a peer might send, with addresses that are its own, somebody else's, or made up.
+// Makes up frames: mostly plausible ones, with addresses of its own blocks, of others', or made up.
 class Inventor {
  public:
   Inventor(Dice& dice, const Pool& pool, Addresses others)
@@ -335,7 +335,7 @@ TEST_CASE("a peer that sends arbitrary authentic frames changes only its own blo
   Node honest = make_node("honest", {"sock"}, 16, over_tcp);
   const std::string address = victim.service.listen("tcp:127.0.0.1:0");
   honest.service.connect(address, in_seconds(30));
-  // What the stranger has no business with: an item that was delivered, blocks lent to somebody else, the victim's own.
+  // What the stranger must not touch: a delivered item, blocks lent to another peer, the victim's own.
   const Addresses source = alloc(*honest.pool, 2);
   stamp(*honest.pool, source, 100);
   TransferRequest request = request_to(victim, source);

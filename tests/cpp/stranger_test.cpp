@@ -1,4 +1,4 @@
-// Callers who do not know the secret, many of them, and a peer that does. Handshakes of these servers do not time out
+// Many callers that do not know the secret, and a peer that does. Handshakes of these servers do not time out
 // while a test lasts: a peer gets in only because strangers lose their places.
 #include <doctest/doctest.h>
 #include <poll.h>
@@ -24,7 +24,7 @@ const EndpointOptions kCrowded{
 
 std::string address_for(bool tcp) { return tcp ? "tcp:127.0.0.1:0" : fresh_name("unix:@"); }
 
-// A hello that is in order, of somebody who has no proof to send.
+// A correct hello of a caller that has no proof to send.
 Bytes hello(bool tcp) {
   return Handshake(Handshake::Role::kClient, "no idea", tcp ? Channel::kNetwork : Channel::kLocal).start();
 }

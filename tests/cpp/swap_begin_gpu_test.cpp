@@ -180,7 +180,7 @@ TEST_CASE("if any driver call fails in a background swap, the pool is unchanged"
         for (const Address address : found.addresses) CHECK(has_stamp(*pool, address, 7));
       }
       const bool reached = cuda.failed();
-      CHECK((cuda.left() == "" || cuda.left() == "events=1"));  // when to let go of it was what failed
+      CHECK((cuda.left() == "" || cuda.left() == "events=1"));  // destroying it was the call that failed
       if (!reached) break;
     }
     CHECK(failures >= 5);

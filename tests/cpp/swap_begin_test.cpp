@@ -257,7 +257,7 @@ TEST_CASE("a swap in whose audit finds a fault gives back no block that the inde
     CHECK(count(*pool, Medium::kHbm, BlockState::kActive) == 0);
     CHECK(count(*pool, Medium::kHbm, BlockState::kFree) == 4);
     CHECK(count(*pool, Medium::kDram, BlockState::kFree) == 8);
-    CHECK(pool->stats().media[Medium::kHbm].evictable == 4);  // nobody has pins
+    CHECK(pool->stats().media[Medium::kHbm].evictable == 4);  // there are no pins
   }
 }
 

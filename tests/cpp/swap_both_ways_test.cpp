@@ -131,7 +131,7 @@ TEST_CASE("a copy that the ranks cannot do now fails only its swap: all is uncha
 
 TEST_CASE("an allocation in DRAM waits for the blocks that a swap in is about to leave") {
   HeldPool held(4, 4);
-  const Addresses cold = match(held.pool, held.store(1, 4, Medium::kDram)).addresses;  // nobody reads them on
+  const Addresses cold = match(held.pool, held.store(1, 4, Medium::kDram)).addresses;  // no one reads them on
   held.mover.hold(TierWay::kIn, true);
   Brought brought;
   std::thread in([&] { brought = swap_in(held.pool, cold); });
@@ -152,8 +152,8 @@ TEST_CASE("an allocation in DRAM waits for the blocks that a swap in is about to
 }
 
 TEST_CASE("an allocation in DRAM for which swaps in cannot make enough room does not wait for the queued ones") {
-  // Between two copies there is a moment in which none is under way. Who looks just then does not wait, whatever it
-  // would do otherwise: hence several rounds.
+  // Between two copies there is a moment in which none is under way. A call that looks just then does not wait,
+  // whatever it would do otherwise: hence several rounds.
   for (int round = 0; round < 12; ++round) {
     CAPTURE(round);
     HeldPool held(4, 4);
@@ -174,7 +174,7 @@ TEST_CASE("an allocation in DRAM for which swaps in cannot make enough room does
       ended = true;
     });
     CHECK(eventually([&] { return looks != 0; }));
-    CHECK(falls_asleep(looks));  // it waits for the first copy: nobody else has what it needs
+    CHECK(falls_asleep(looks));  // it waits for the first copy: only that frees what it needs
     held.mover.let_go(TierWay::kIn, 1);
     CHECK(held.mover.begun(TierWay::kIn, 2));
     CHECK(eventually([&] { return ended.load(); }, kLong / 3));

@@ -1,4 +1,4 @@
-// For tests of swaps that are under way: a pool whose copies are the test's, and waiting for what other threads do.
+// For tests of swaps under way: a pool with copies that the test controls, and waits for what other threads do.
 #pragma once
 
 #include <doctest/doctest.h>
@@ -124,7 +124,7 @@ class HeldMover final : public TierMover {
   bool late_ = false;
 };
 
-// A pool whose content lies elsewhere, and the one who copies it.
+// A pool whose content lies elsewhere, and what copies it.
 struct HeldPool {
   HeldPool(std::uint32_t hbm_blocks, std::uint32_t dram_blocks) {
     PoolOptions options = small_options(hbm_blocks, dram_blocks);

@@ -1,5 +1,5 @@
 // Swaps that a thread of the pool carries out, when blocks changed hands after the call and some work of the GPU, of
-// whatever stream, does not end: who waits with them, and that they can be given up.
+// whatever stream, does not end: who waits with them, and that they can be cancelled.
 #include <doctest/doctest.h>
 
 #include <atomic>

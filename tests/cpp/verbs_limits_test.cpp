@@ -104,7 +104,7 @@ TEST_CASE_TEMPLATE("a fetch that is cancelled at any moment has arrived or gives
     free_all(*a.pool(), mine);
   }
   CHECK(pair->eventually([&] { return a.count(BlockState::kFree) == kBlocks; }));
-  free_all(*b.pool(), theirs);  // nobody reads them any more
+  free_all(*b.pool(), theirs);  // no one reads them any more
   CHECK(pair->eventually([&] { return b.count(BlockState::kFree) == kBlocks; }));
 }
 

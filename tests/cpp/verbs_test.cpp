@@ -82,7 +82,7 @@ TEST_CASE_TEMPLATE("an insertion sends what the receiver does not hold and is ma
   CHECK(found.hit.pages == 6);
   CHECK(are_stamped(*b.pool(), found.addresses, 20));
   CHECK(match(b.pool(), tokens).hit.pages == 0);  // of another namespace
-  CHECK(b.next_received() == nullptr);            // nobody asked to tell the application
+  CHECK(b.next_received() == nullptr);            // no one asked to notify the application
   CHECK(b.count(BlockState::kHistorical) == 6);
   CHECK(b.count(BlockState::kReserved) == 0);
 }
@@ -113,7 +113,7 @@ TEST_CASE_TEMPLATE("what came in another way meanwhile is not kept twice", Way, 
   CHECK(item->tokens == prompt(1, 3));
   CHECK(item->addresses == transfer->addresses());
   CHECK(are_stamped(*b.pool(), item->addresses, 30));
-  CHECK(b.pool()->evict(8, kMixed) == 0);  // the application's, until it lets go
+  CHECK(b.pool()->evict(8, kMixed) == 0);  // the application's, until it closes the item
   item.reset();
   CHECK(b.pool()->evict(8, kMixed) == 3);
 }

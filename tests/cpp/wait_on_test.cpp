@@ -1,4 +1,4 @@
-// Streams that wait for a fetch: what they find, how they go on when it fails, and whose the blocks are then.
+// Streams that wait for a fetch: what they find, how they continue when it fails, and who then owns the blocks.
 #include "kvpool/peers/wait_on.h"
 
 #include <doctest/doctest.h>
@@ -198,7 +198,7 @@ TEST_CASE("when a fetch fails in any way, its streams continue and its blocks ar
         if (end == End::kOwnerCloses) pair.b().pool()->close();
         if (end == End::kDisconnected) pair.a().service().disconnect("b");
         if (end == End::kClosed) pair.a().pool()->close();
-        engine.wait();  // nobody waits for the handle
+        engine.wait();  // no thread waits for the handle
         CHECK(ended);
         CHECK(code_of([&] { fetch->rethrow_if_failed(); }) == code_of_end(end));
         if (end == End::kClosed) continue;
@@ -253,7 +253,7 @@ TEST_CASE("a wait that is refused changes nothing") {
     }());
     CHECK(code_of([&] { pair.wait_on(*sent, engine); }) == ErrorCode::kState);
     CHECK_FALSE(pair.end_of(*sent));
-    // Nobody waits: the blocks are free when it has failed, though the handle is there.
+    // No stream waits: the blocks are free when it has failed, though the handle is there.
     CHECK(fetch->cancel());
     CHECK(pair.end_of(*fetch) == ErrorCode::kCancelled);
     CHECK(pair.a().count(BlockState::kQuarantined) == 0);

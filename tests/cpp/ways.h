@@ -62,7 +62,7 @@ class GpuPair final : public JoinedPair {
   }
   ~GpuPair() override {
     pair_.reset();
-    // An event of a wait, when to let go of it was what failed.
+    // An event of a wait, if destroying it was the call that failed.
     CHECK((driver_.left() == "" || (driver_.failed() && driver_.left() == "events=1")));
     CHECK(driver_.count("pageable") == 0);
   }

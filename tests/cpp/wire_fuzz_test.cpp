@@ -25,7 +25,7 @@ Bytes random_bytes(Dice& dice, std::size_t count) {
   return bytes;
 }
 
-// A number that somebody would try who knows where numbers break.
+// A number at which code is likely to break.
 std::uint64_t nasty_number(Dice& dice) {
   const std::uint64_t corner = std::uint64_t{1} << dice.below(64);
   switch (dice.below(4)) {
@@ -83,7 +83,7 @@ bool refuses(const std::function<void()>& call) {
   }
 }
 
-// What a reader of metadata promises to those who compute with them.
+// What the reader of metadata guarantees to code that computes with them.
 void check_promises(const PeerMetadata& metadata) {
   std::uint64_t block_bytes = 0;
   for (const std::uint64_t bytes : metadata.piece_bytes) {

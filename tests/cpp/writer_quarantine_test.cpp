@@ -15,7 +15,7 @@
 namespace kvpool::testing {
 namespace {
 
-// A link whose peer's process ends when the test says so.
+// A link to a process that ends when the test says so.
 class ProcessLink final : public Link {
  public:
   void send(Message&&) override {}

@@ -148,7 +148,7 @@ def read_behind():
 
 @pytest.mark.parametrize("route", ["cuda_ipc", "sock", "ucx", "nccl"])
 def test_a_stream_waits_for_a_fetch_and_no_thread_does(route):
-    """Again and again, with other content: what is read too early is that of the time before."""
+    """Again and again, with other content: a read that is too early gets the earlier content."""
     with two_processes(route, "aggregated") as (a, b):
         theirs = b("theirs = pool.alloc(8)\ntheirs")
         a("from kvpool import HBM\nback = pool.alloc(8)\n" + WAITING)

@@ -26,7 +26,7 @@ def reference() -> Iterator[Reference]:
 
 @pytest.fixture(scope="module")
 def runs(reference: Reference) -> dict[str, RunResult]:
-    """One run of each design, whose tokens are those of a single process."""
+    """One run of each design, with the same tokens as a single process."""
     return {name: play(setting, SESSIONS, reference) for name, setting in SETTINGS.items()}
 
 
@@ -112,7 +112,7 @@ def test_layer_by_layer_the_same_blocks_arrive(design: str, runs: dict[str, RunR
 @pytest.mark.parametrize("strategy", ["by_request_agg", "by_layer"])
 @pytest.mark.parametrize("design", ["PD-Basic", "PD-Caching-3"])
 def test_short_prompts_and_answers(design: str, strategy: str, reference: Reference) -> None:
-    """Less than a block; exactly one; an answer of one token, which nobody decodes."""
+    """Less than a block; exactly one; an answer of one token, which needs no decoding."""
     lengths = [(1, 2), (3, 1), (4, 3), (8, 1), (5, 6)]
     sessions = [
         Session(number, 0.0, tokens(0, 0), (Turn(tokens(length, number), new), Turn(tokens(2, number), 2)), True)

@@ -73,7 +73,7 @@ def test_an_instance_is_killed_and_comes_back(
     first_joined, joined = times(result, "joined", victim)
     assert first_joined <= 0 <= killed <= lost < joined
     (survivor,) = set(setting.instances) - {victim}
-    if setting.colocated:  # who prefills and decodes has no peers, so it is told nothing; but it has all the work
+    if setting.colocated:  # a colocated instance has no peers, so it is told nothing; but it has all the work
         went_on = [answer.done_s for answer in result.answers if answer.decode == survivor and answer.done_s > killed]
         assert went_on
         assert min(went_on) - killed < SURVIVORS_S
@@ -134,7 +134,7 @@ def processes_with(mark: str) -> set[int]:
     """Those that have inherited it in their environment."""
     found = set()
     for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another process
             if entry.name.isdigit() and mark.encode() in (entry / "environ").read_bytes():
                 found.add(int(entry.name))
     return found
@@ -277,7 +277,7 @@ def test_requests_that_do_not_fit_together_wait_for_each_other(reference: Refere
 
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
 def test_an_instance_that_was_stopped_for_longer_than_a_lease_serves_on(victim: str, reference: Reference) -> None:
-    """Its peers have lost it, and nobody has ended: they must meet again."""
+    """Its peers have lost it, and no process has ended: they must reconnect."""
 
     async def test(dispatcher: Dispatcher) -> None:
         long = dispatcher.ask(0, tokens(20, 1), 150)

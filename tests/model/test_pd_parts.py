@@ -208,7 +208,7 @@ def test_a_kill_is_reported_with_who_noticed_it_and_who_went_on() -> None:
     assert [(one.instance, one.kind) for one in (went_on, other, again)] == [
         ("prefill-0", "went_on"), ("decode-1", "went_on"), ("prefill-0", "went_on"),
     ]  # fmt: skip
-    # Prefill has had both prompts since before the kill; who decodes has had nothing until the first token was out.
+    # Prefill has had both prompts since before the kill; decode had nothing until the first token was out.
     assert went_on.since_s is not None
     assert again.since_s is not None
     assert other.since_s is not None

@@ -50,7 +50,7 @@ class Demo:
         for entry in Path("/proc").iterdir():
             try:
                 marked = entry.name.isdigit() and self.mark.encode() in (entry / "environ").read_bytes()
-            except OSError:  # it has ended, or is somebody else's
+            except OSError:  # it has ended, or belongs to another process
                 continue
             if marked:
                 found.add(int(entry.name))

@@ -89,7 +89,7 @@ def home_of(place: Place, link_lease: float = LEASE, **options: Any) -> Iterator
 
 
 def send_by_name(pool: kvpool.Pool, peer: str, seconds: float = 60) -> float:
-    """Sends until it goes well, as one does who has been told of a failure. Returns how long it took."""
+    """Sends until it succeeds, as an application does after a failure. Returns how long it took."""
     begin = time.monotonic()
     addrs = pool.alloc(1)
     stamp(pool, addrs, 3)

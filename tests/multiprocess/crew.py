@@ -80,7 +80,7 @@ def survivor_of(route: str, nursery: Nursery, **settings: Any) -> Iterator[Survi
         until_no_more_than(before)
         stats = pool.audit()
         assert stats.hbm.quarantined == stats.hbm.lent == stats.hbm.reserved == 0
-        pool.free(pool.alloc(stats.hbm.capacity))  # all of them can be had, and are nobody's
+        pool.free(pool.alloc(stats.hbm.capacity))  # all of them can be allocated: no one holds any
     finally:
         pool.close()
 

@@ -1,4 +1,4 @@
-"""What victims and those who survive them do with their pools: stamp blocks, send, receive, come back, count.
+"""What victims and survivors do with their pools: stamp blocks, send, receive, come back, count.
 
 A stamp is a number and a position in every word of a block, so whatever lands in a wrong place, or half, is seen.
 """

@@ -67,7 +67,7 @@ class Proxy:
         """Tears all connections out: a reset where the socket knows one, and whatever is under way is lost."""
         if threading.current_thread() is self._thread:
             return self._tear()
-        self._tearing = True  # who waits for a full socket need not wait any longer
+        self._tearing = True  # threads that wait for a full socket need not wait any longer
         return self._tell(self._tear)
 
     def close(self) -> None:

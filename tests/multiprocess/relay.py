@@ -1,4 +1,4 @@
-"""Somebody between two pools who does not know their secret: passes their handshake on, and then forges content."""
+"""A relay between two pools that does not know their secret: it passes their handshake on, and then forges content."""
 
 from __future__ import annotations
 

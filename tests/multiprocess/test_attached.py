@@ -158,7 +158,7 @@ def test_a_member_whose_interpreter_stands_still_is_not_lost_and_answers(place, 
         victim.send(f"import ctypes\nctypes.PyDLL(None).usleep({int(3e6 * CLUSTER_LEASE)})")
         until = time.monotonic() + 2.5 * CLUSTER_LEASE
         addrs = home.pool.alloc(1)
-        stamp(home.pool, addrs, 0)  # the block may have been another's: who receives it looks at every word
+        stamp(home.pool, addrs, 0)  # the block may have been another's: its receiver checks every word
         sent = 0
         while time.monotonic() < until:
             with contextlib.suppress(kvpool.OutOfBlocks):  # its application takes nothing meanwhile

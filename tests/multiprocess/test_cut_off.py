@@ -54,7 +54,7 @@ def runs_out(own_etcd, home):
 
 
 def test_the_link_keeps_a_member_that_only_etcd_cannot_reach(home, own_etcd, near_nursery):
-    """Its lease runs out, and nobody who is linked to it loses it: neither a transfer nor a block that is lent."""
+    """Its lease runs out, and no linked peer loses it, a transfer or a lent block."""
     with (
         Proxy(f"tcp:127.0.0.1:{own_etcd.port}") as proxy,
         member_behind(proxy, home, near_nursery) as (victim, instance),

@@ -1,4 +1,4 @@
-"""An etcd that is silent for many leases, while blocks move between pools: nobody who lives loses a link or a block."""
+"""An etcd that is silent for many leases, while blocks move between pools: no live member loses a link or a block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A man in the middle who does not know the secret: he changes frames on their way, and holds back their ends.
+"""A man in the middle without the secret, who changes frames on their way and holds back their ends.
 
 Bugs these tests are there to find: bytes that are placed before it is known who has written them (1).
 """
@@ -35,7 +35,7 @@ def receive(source: socket.socket, length: int) -> bytes:
 
 
 class Middle:
-    """Understands frames, as anybody does who reads docs/wire.md. `change` gets header, body and payload of each data
+    """Understands frames, as described in docs/wire.md. `change` gets header, body and payload of each data
     frame, and returns what goes on in their place: body, payload, and whether the rest of the frame follows."""
 
     def __init__(self, address: str) -> None:

@@ -41,7 +41,7 @@ class Wired:
         return self.survivor.pool
 
     def meet(self) -> None:
-        """Calls until both see each other: whom one side has lost may still seem to be there to the other."""
+        """Connects until both see each other: a peer that one side has lost may still seem present to the other."""
 
         def met() -> bool:
             here = self.victim("call(pool, where)", where=self.proxy.address)

@@ -51,7 +51,7 @@ class Ends:
         self.cut(a_to_b=False, b_to_a=False)
 
     def meet(self) -> None:
-        """Calls until both see each other: whom b has lost may still seem to be there to a, for a lease at most."""
+        """Connects until both see each other: a may still see a peer that b has lost, for up to a lease."""
 
         def met() -> bool:
             return self.a("call(pool, there)") == "b" and self.b("[peer.name for peer in pool.peers.list()]") == ["a"]

@@ -162,7 +162,7 @@ def test_cancelling_within_a_frame_keeps_the_connection(route, nursery, request)
                 handle.cancel()
                 with contextlib.suppress(kvpool.Cancelled):
                     handle.wait(60)
-            except kvpool.PeerLost:  # who reads nothing for 40 ms is not waited for; a busy machine may be the reason
+            except kvpool.PeerLost:  # a peer that reads nothing for 40 ms is dropped; a busy machine may be the reason
                 lost += 1
                 lent, other = met()
         assert lost < rounds / 10

@@ -129,7 +129,7 @@ class Taker:
         self.items = 0
         self.wrong: list[str] = []
         self._instance = instance
-        self._addrs = instance.pool.alloc(4)  # before anybody is there who may fill the pool
+        self._addrs = instance.pool.alloc(4)  # before any peer is there that may fill the pool
         self._over = threading.Event()
         self._threads = [threading.Thread(target=call, daemon=True) for call in (self._take, self._send)]
         for thread in self._threads:
@@ -264,7 +264,7 @@ def test_a_stopped_process_that_wakes_writes_into_no_reused_block(
                     stopped.kill()
                 for victim in crew.ranks:
                     if role == "scheduler" or victim is stopped:
-                        victim.wait()  # a rank whose scheduler is gone, or has given it up, is told
+                        victim.wait()  # a rank learns that its scheduler is gone, or has given it up
                 assert left(instance.pool) == [], kept
                 assert (instance.read(others).view(np.uint16) == 0xABC).all()
                 instance.pool.free(others)

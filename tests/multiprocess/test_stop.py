@@ -35,7 +35,7 @@ __all__ = ["far_nursery", "near_nursery"]
 
 STOPS = {"shm": 3, "cma": 3, "sock-unix": 2, "sock-tcp": 2}  # ten; KVPOOL_LONG: 200
 OVERSHOOT_SECONDS = 10.0  # promised: 0.05
-FAR_SECONDS = 120.0  # the lease and the deadlines of those who are stuck: what ends before does not wait for them
+FAR_SECONDS = 120.0  # the lease and the deadlines of stuck calls: anything that ends earlier does not wait for them
 
 
 @pytest.mark.parametrize("route", STOPS)
@@ -158,7 +158,7 @@ def test_a_receiver_that_sleeps_longer_than_its_lease_is_lost_and_reconnected(ro
 
 
 def test_a_stopped_peer_slows_no_other(near_nursery, far_nursery):
-    """Who waited for it would wait until it is lost; how much slower the others are is in bench/faults."""
+    """A call that waited for it would wait until it is lost; bench/faults shows how much slower the others are."""
     with survivor_of("sock-tcp", far_nursery, lease_s=FAR_SECONDS) as survivor, far_nursery.victim() as slow:
         survivor.greet(slow, "slow")
         with far_nursery.victim() as quick:

@@ -1,4 +1,4 @@
-"""Who should not get in, and what is not kvpool: raw sockets that say anything, at every stage.
+"""Strangers and programs other than kvpool, as raw sockets that send anything, at every stage.
 
 Bugs that these tests find: anything but an error for a caller that is not a peer (11); strangers that keep peers out;
 changed bytes that count as delivered (1).
@@ -94,7 +94,7 @@ def survivor(request: Any, near_nursery: Nursery, far_nursery: Nursery) -> Itera
     nursery = far_nursery if request.param == "sock-tcp" else near_nursery
     with survivor_of(request.param, nursery) as one:
         yield one
-        # Whatever came before: who belongs gets in.
+        # Whatever came before, a real peer gets in.
         with nursery.victim() as victim, reading(one.pool) as reader:
             one.greet(victim)
             victim.send("send_for_ever(pool, 'survivor', 1, 1)")

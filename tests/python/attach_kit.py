@@ -27,7 +27,7 @@ def url() -> Iterator[str]:
 
 
 def join(url: str, heartbeat: float = 0.5) -> kvpool.Cluster:
-    """Nobody is to be lost here because the machine is busy."""
+    """No member is to be lost here because the machine is busy."""
     return kvpool.Cluster.join(url, lease=60.0, heartbeat=heartbeat)
 
 

@@ -33,7 +33,7 @@ def makefile(name: str) -> str:
 
 
 def recipe_of(target: str) -> str:
-    """What `make` would do for a target whose prerequisites are there."""
+    """What `make` would do for a target with all prerequisites there."""
     found = re.search(rf"^{target}:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert found, target
     return found[1]

@@ -16,7 +16,7 @@ FAKES = ROOT / "tests" / "cpp"
 
 
 def _compiled(name: str, spare: Path, *options: str) -> Path:
-    """Compiled once for all workers and all runs: in build/fakes, or in `spare` where nobody may write there."""
+    """Compiled once for all workers and all runs: in build/fakes, or in `spare` where that is not writable."""
     compiler = os.environ.get("CXX") or shutil.which("c++")
     if not compiler:
         pytest.skip("no C++ compiler")

@@ -202,7 +202,7 @@ def _bury(living: dict[int, int]) -> None:
         if pid == 0:
             return
         tells = living.pop(pid)
-        with contextlib.suppress(BrokenPipeError):  # nobody looks any more
+        with contextlib.suppress(BrokenPipeError):  # no one reads it any more
             os.write(tells, str(os.waitstatus_to_exitcode(status)).encode())
         os.close(tells)
 

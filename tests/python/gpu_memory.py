@@ -26,7 +26,7 @@ def driver() -> ctypes.CDLL:
 
 
 def is_fake() -> bool:
-    """Whether it is that of tests/cpp/fake_cuda."""
+    """Whether it is tests/cpp/fake_cuda."""
     return hasattr(driver(), "fake_cuda_host")
 
 

@@ -78,7 +78,7 @@ class Stamps:
 def store(
     pool: kvpool.Pool, tokens: np.ndarray, *, medium: int = kvpool.HBM, namespace: str = "", evict: bool = False
 ) -> np.ndarray:
-    """Caches a prompt and lets go of it; where its blocks lie."""
+    """Caches a prompt without keeping a pin; returns the addresses of its blocks."""
     addrs = pool.alloc(len(tokens) // pool.kv_layout.block_tokens, medium=medium, evict=evict)
     with pool.insert(tokens, addrs, namespace=namespace, free_duplicates=True) as held:
         return held.addrs

@@ -67,7 +67,7 @@ class LocalModel(RuleBasedStateMachine):
         self.active: dict[int, int] = {}  # address -> stamp
         self.where: dict[Key, int] = {}  # address of each cached page
         self.stamp_of: dict[Key, int] = {}
-        self.limbo: dict[int, set[Holder]] = {}  # address that a page left -> who may still read it
+        self.limbo: dict[int, set[Holder]] = {}  # address that a page left -> the holders that may still read it
         self.holders: list[Holder] = []
         self.stale: list[int] = []
         self.counters: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""Pool.attach: pools that reach each other by their names, because a cluster tells them who is there."""
+"""Pool.attach: pools that reach each other by their names, because a cluster lists them."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_an_attach_that_fails_leaves_pool_and_cluster_as_they_were(url):
             (StateError, {"name": "taken"}),
             (ArgumentError, {"role": "idle"}),
             (ArgumentError, {"listen": "smoke signals"}),
-            (ArgumentError, {"listen": "tcp:*:0"}),  # which nobody can call
+            (ArgumentError, {"listen": "tcp:*:0"}),  # to which no one can connect
             (ArgumentError, {"listen": "tcp:0.0.0.0:0"}),
             (ArgumentError, {"listen": ["tcp:127.0.0.1:0", "tcp:[::]:0"]}),
             (ArgumentError, {"listen": []}),

@@ -70,7 +70,7 @@ def test_closing_a_cluster_detaches_its_pool_at_once(url):
 
 
 def test_a_registration_that_leaves_by_itself_detaches_its_pool_at_once(url):
-    """Nobody is told by a heartbeat here: the next one comes when the test is long over."""
+    """No heartbeat informs anyone here: the next one comes when the test is long over."""
     with join(url, heartbeat=30) as cluster, small_pool() as a, member(url, "b") as (b, *_):
         attachment = a.attach(cluster, name="a")
         eventually(lambda: len(attachment._members.names()) == 1)
@@ -122,7 +122,7 @@ def test_a_draining_member_stays_until_its_transfers_have_ended(url):
             with pytest.raises(DeadlineExceeded, match="draining"):
                 leaver._attachment.drain(0.6)
         eventually(lambda: [one.state for one in watching.members()] == ["draining", "draining"])
-        a.transfer("b", own).wait()  # who does not look at the state is served
+        a.transfer("b", own).wait()  # a peer that ignores the state is served
         with stream:
             stream.send_layer(0)
             stream.send_layer(1)
@@ -148,7 +148,7 @@ def test_a_drain_waits_only_after_the_others_can_know_of_it(url, monkeypatch):
 
 
 def test_a_drain_ends_when_another_member_has_the_name(url, monkeypatch):
-    """It was stopped, and hears only while it drains that others consider it lost: nobody listens by then."""
+    """It was stopped, and learns only while it drains that others consider it lost: by then nothing handles it."""
 
     def is_cut_off(record: kvpool.Member) -> None:
         raise Unreachable("the test has cut it off")

@@ -44,7 +44,7 @@ class Once:
 
 
 class Garbage:
-    """What only the garbage collector finds: its finalizer closes something, as that of somebody's engine does."""
+    """An object that only the garbage collector finds, with a finalizer that closes something, as an engine's may."""
 
     def __init__(self, close: Callable[[], object]) -> None:
         self._close = close
@@ -59,7 +59,7 @@ def drop(close: Callable[[], object]) -> None:
 
 
 class Interrupted:
-    """A lock in whose holder something happens: between taking it and giving it back."""
+    """A lock that runs something in its holder, between acquiring and releasing it."""
 
     def __init__(self, lock: Any, happens: Callable[[], object]) -> None:
         self._lock, self._happens = lock, happens
@@ -73,7 +73,7 @@ class Interrupted:
 
 
 class Wanted:
-    """A lock that tells who is about to wait for it."""
+    """A lock that reports which thread is about to wait for it."""
 
     def __init__(self, lock: Any) -> None:
         self._lock = lock
@@ -197,7 +197,7 @@ def test_callbacks_of_a_pool_that_close_it_at_once_do_not_wait_for_each_other(ur
 
 
 class OfTheView(dict):
-    """The view's members: the first reader, who has the lock of the view, is interrupted."""
+    """The view's members: the first reader, which holds the lock of the view, is interrupted."""
 
     def __init__(self, members: dict[str, kvpool.Member], happens: Callable[[], object]) -> None:
         super().__init__(members)

@@ -113,7 +113,7 @@ def test_files_that_declare_a_name_twice_are_not_compiled_together(tmp_path, one
 
 
 def test_the_groups_of_all_cpp_tests_count_where_two_programs_share_a_file():
-    """CMake keeps one group for a file: that of the last call. A group of a part may clash with files of the whole."""
+    """CMake keeps one group for a file, from the last call. A group of a part may clash with files of the whole."""
     targets = re.findall(r"kvpool_unity\(\s*(kvpool_\w*tests)\b", (ROOT / "CMakeLists.txt").read_text())
     assert targets == ["kvpool_plain_tests", "kvpool_tests"]
 

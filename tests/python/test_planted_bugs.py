@@ -10,7 +10,7 @@ from tools.planted_list import BUGS, Bug
 
 
 def test_planted_bugs_fit_the_tree():
-    """Their texts stand there once. `make planted` wants that of all; a few may wait for it."""
+    """Their texts occur once. `make planted` requires this of all; here a few may be behind."""
     stale = [
         bug.name
         for bug in BUGS

@@ -1,4 +1,4 @@
-"""Arrays that somebody writes while a verb reads them: another thread (NumPy writes without the GIL), or a process.
+"""Arrays that another thread (NumPy writes without the GIL) or process writes while a verb reads them.
 
 What is in them is always right, only not the same from one moment to the next: the caller's own addresses in changing
 order, tokens of one prompt or of another. So a verb does its work, or says what is wrong with what it has read. It must

@@ -285,7 +285,7 @@ class LocalApi(LocalModel):
             in_dram = sorted(key for key, addr in self.where.items() if medium_of(addr) == DRAM)
             keys = dice.choice(in_dram or sorted(self.where)).up_to()
             if dice.random() < 0.5:
-                self.match(keys[-1].namespace, keys[-1].pages, [], True)  # who reads on by the old addresses
+                self.match(keys[-1].namespace, keys[-1].pages, [], True)  # a reader that keeps the old addresses
         else:
             keys = dice.sample(sorted(self.where), dice.randint(0, min(6, len(self.where))))
         addrs = [self.where[key] for key in keys]

@@ -176,7 +176,7 @@ def test_dropping_a_handle_leaves_nothing_pinned(pool):
     last = pool.swap_in([], wait=False)  # behind it
     last.wait(LONG_S).result.close()
     gc.collect()
-    eventually(lambda: pool.stats().hbm.pinned == 0)  # the thread that carried it out lets go of it a moment later
+    eventually(lambda: pool.stats().hbm.pinned == 0)  # the thread that did it releases it a moment later
     done = pool.swap_in(pool.swap_out(2), wait=False).wait(LONG_S)
     assert pool.stats().hbm.pinned == 2
     del done

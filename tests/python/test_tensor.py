@@ -265,7 +265,7 @@ def test_the_memory_of_a_pool_is_committed_when_it_is_made(order, huge_pages):
             assert (arena.huge_page_bytes == 0) or huge_pages == "auto"
             assert arena.owned
             assert not arena.pinned
-            # Committed when made: nobody has touched a block yet.
+            # Committed when made: no block has been used yet.
             for resident in resident_bytes(pool, medium):
                 assert wanted <= resident < wanted + HUGE_PAGE
 

@@ -219,7 +219,7 @@ def test_no_thread_reads_a_wrong_byte(policy):
 
 @pytest.mark.timeout(0 if LONG else 120)
 def test_large_copies_race_with_matches():
-    """Blocks large enough that a swap lets the others in: who matches a block that is just moving keeps it."""
+    """Blocks large enough that a swap lets the others in: a match keeps a block that is just being moved."""
     words = 1 << 15  # 256 KiB
     layout = kvpool.RawLayout(block_bytes=8 * words, block_tokens=BLOCK)
     with small_pool(12, 12, layout, audit=False, copy_threads=2) as pool:
@@ -257,7 +257,7 @@ def test_large_copies_race_with_matches():
 
 
 def test_a_full_pool_gives_each_block_to_one_thread():
-    """More asked for than there is: all or nothing, and nobody gets a block that another has."""
+    """More is asked for than there is: all or nothing, and no block is given out twice."""
     with small_pool(32, 16, kvpool.RawLayout(64, BLOCK), audit=False) as pool:
         owner = np.zeros((2, 32), np.int64)
         refusals = [0] * THREADS
@@ -288,7 +288,7 @@ def test_a_full_pool_gives_each_block_to_one_thread():
 def test_closing_a_pool_in_use_ends_the_calls_of_its_users():
     for _ in range(50 if LONG else 10):
         pool = small_pool(32, 32, audit=False)
-        ended: list[int] = []  # by whom: to count them up, threads would have to take turns
+        ended: list[int] = []  # by which thread: to count them up, threads would have to take turns
         started = threading.Barrier(THREADS + 1)
 
         def work(number: int, pool: kvpool.Pool = pool, ended: list[int] = ended, started=started) -> None:

@@ -28,7 +28,7 @@ int cuEventCreate(void** handle, unsigned flags) {
   return kSuccess;
 }
 
-// Who waits for what was recorded goes on to wait.
+// Waits for what was recorded stay.
 int cuEventDestroy_v2(void* handle) {
   const std::lock_guard lock(state().mutex);
   const int code = enter("cuEventDestroy", "");
@@ -38,7 +38,7 @@ int cuEventDestroy_v2(void* handle) {
   return kSuccess;
 }
 
-// Who waits for what was recorded before goes on to wait for that.
+// Waits for what was recorded before still wait for that.
 int cuEventRecord(void* raw_event, void* handle) {
   const std::lock_guard lock(state().mutex);
   int code = 0;
@@ -48,7 +48,7 @@ int cuEventRecord(void* raw_event, void* handle) {
   const bool captured = stream->captured;
   std::vector<std::shared_ptr<Mark>> marks;
   if (!captured) marks = {stream->add_mark()};
-  Event* const event = event_of("cuEventRecord", raw_event);  // the lock may have been let go of
+  Event* const event = event_of("cuEventRecord", raw_event);  // the lock may have been released
   event->marks = std::move(marks);
   event->captured = captured;
   return kSuccess;

@@ -47,7 +47,7 @@ bool breaks_capture(const std::string& call) {
 // Those of cuda.h of CUDA 13.0.
 bool is_known_attribute(int attribute) { return attribute >= 1 && attribute <= 147; }
 
-// What a GPU of the fake has. An attribute that nobody has asked for yet has no value here, for a wrong one would teach
+// What a GPU of the fake has. An attribute that was never asked for has no value here, for a wrong one would teach
 // kvpool something that no GPU says.
 int value_of_attribute(int attribute) {
   const auto& settings = state().settings;
@@ -95,7 +95,7 @@ thread_local bool in_host_function = false;
 
 State::State() : settings(default_settings()) {
   for (int i = 0; i < kDevicesMax; ++i) contexts[i].device = i;
-  // Addresses that nobody can follow. Nothing is ever given twice: what is freed stays without memory.
+  // Addresses that cannot be accessed. None is ever given twice: what is freed stays without memory.
   void* space = mmap(nullptr, kWindowBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (space == MAP_FAILED) std::abort();
   window = static_cast<std::byte*>(space);

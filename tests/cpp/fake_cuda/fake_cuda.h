@@ -1,9 +1,9 @@
 // What a test asks of the fake driver, beside the driver's own entry points. All are exported with C names and looked
 // up by dlsym: the library is loaded like the real one.
 //
-// The fake has four GPUs of 256 MiB each. Their memory has addresses that nobody but the fake can follow: code that
+// The fake has four GPUs of 256 MiB each. Their memory has addresses that only the fake can access: code that
 // reads it as if it were the CPU's dies of SIGSEGV at that place. Streams are threads, and every piece of their work
-// waits a little before it begins: two streams whose order nobody asked for run in any order. Addresses and contexts
+// waits a little before it begins: two streams without a requested order run in any order. Addresses and contexts
 // that are wrong are refused as the driver refuses them; work whose memory went before it ran ends the context, as on a
 // GPU (CUDA_ERROR_ILLEGAL_ADDRESS). A stream that is captured (cuStreamBeginCapture) pulls in those that wait for its
 // events, and what they are told to copy is not copied.

@@ -1,4 +1,4 @@
-// Kernels in the fake driver's streams: those of cuda/, compiled for the CPU (host_kernels/), where the environment
+// Kernels in the fake driver's streams: the ones in cuda/, compiled for the CPU (host_kernels/), where the environment
 // variable FAKE_CUDA_KERNELS names that library. Without it kvpool finds no kernels for this driver.
 #include <dlfcn.h>
 

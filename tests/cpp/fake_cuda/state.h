@@ -47,12 +47,12 @@ inline constexpr std::size_t kGranularity = std::size_t{2} << 20;
 // Pieces of work that a stream takes before its caller has to wait, as a real driver has it (about so many).
 inline constexpr std::size_t kPendingMax = 1024;
 
-// Physical memory: freed when nobody refers to it, neither a handle nor a mapping.
+// Physical memory: freed when neither a handle nor a mapping refers to it.
 struct Physical {
   Physical(int device, std::size_t bytes);
   // Another process's, or this one's once more: a memory file with its device in its name. Null for anything else.
   static std::shared_ptr<Physical> import(int descriptor);
-  std::uint64_t inode() const;  // the same for all who have it
+  std::uint64_t inode() const;  // the same in all processes that have it
   ~Physical();
   Physical(const Physical&) = delete;
   Physical& operator=(const Physical&) = delete;

@@ -53,7 +53,7 @@ class EtcdServer:
         self.start()
 
     def start(self) -> None:
-        """Returns when it answers. A port that somebody else takes meanwhile: once more, with others."""
+        """Returns when it answers. If another process takes a port meanwhile, tries again with others."""
         for _ in range(5):
             if self.port == 0:
                 self.port, self._peer_port = free_port(), free_port()

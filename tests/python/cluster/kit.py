@@ -155,7 +155,7 @@ class LocalPlace(Place):
 
 
 class EtcdPlace(Place):
-    """`new`: with no counter of ids, so that the first member waits for a lease, as in an etcd that knows nobody.
+    """`new`: with no counter of ids, so that the first member waits for a lease, as in an etcd without members.
 
     All others save that wait, and begin with the counter that such a member writes.
     """

@@ -21,7 +21,7 @@ DOWN_S = 60.0 if os.environ.get("KVPOOL_LONG") else 2 * LEASE
 
 
 def rejoined(own, *names):
-    """Whether these stand in etcd now, as somebody sees them who comes new."""
+    """Whether these are in etcd now, as a newcomer sees them."""
     with kvpool.Cluster.join(own.url, lease=LEASE) as fresh:
         return [member.name for member in fresh.members()] == sorted(names)
 
@@ -36,7 +36,7 @@ def test_an_etcd_that_is_down_for_two_leases_loses_no_member(own, own_etcd):
     reg.on_lease(words.append)
     events.wait("b", "joined")
     own_etcd.kill()
-    wait_for(lambda: not reg.lease_valid())  # it sees by itself that nobody vouches for it any more
+    wait_for(lambda: not reg.lease_valid())  # it notices by itself that its lease is no longer renewed
     time.sleep(DOWN_S)
     assert [m.name for m in router.members()] == ["a", "b"]  # the last picture
     reg.publish(state="draining")  # which waits
@@ -162,7 +162,7 @@ def test_a_broken_watch_continues_where_it_was(own, own_etcd, monkeypatch):
 
 @pytest.mark.parametrize("moment", ["right after it was entered", "later"])
 def test_an_etcd_with_passwords_that_restarts_loses_no_member(own_etcd, moment):
-    """All must prove anew who they are, all at once; what renews the lease must not wait for it."""
+    """All must authenticate again, at once; renewing the lease must not wait for that."""
     own = EtcdPlace(own_etcd, user="root", password="right")  # writes its counter of ids while it needs no password
     for command in (("user", "add", "root:right"), ("user", "grant-role", "root", "root"), ("auth", "enable")):
         own_etcd.etcdctl(*command)
@@ -311,7 +311,7 @@ def _ended(pidfd):
 
 
 def test_a_killed_member_is_reported_before_its_lease_has_run_out(own):
-    """The renewer gives the lease back: with a lease of a minute nobody waits a minute."""
+    """The renewer revokes the lease: with a lease of a minute no one waits a minute."""
     router = own.join()
     events = Events(router)
     member = own.member("a", lease=60)

@@ -1,4 +1,4 @@
-"""Keys in etcd that somebody deletes or replaces under members that live: name and id stay with one of them."""
+"""Keys in etcd that are deleted or replaced under live members: name and id stay with one of them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def listener(registration):
 
 
 def test_a_deleted_record_is_restored_in_the_same_term(etcd, keys):
-    """Those without a link to the member are told that it is lost; nobody has taken anything from it."""
+    """Members without a link to it are told that it is lost; no other has taken anything from it."""
     router = etcd.join()
     events = Events(router)
     reg = etcd.register(etcd.join(), "a")
@@ -100,7 +100,7 @@ def test_an_id_that_another_member_has_taken_is_refused_to_the_first(etcd, keys)
 def test_a_deleted_counter_of_ids_continues(etcd, keys):
     first = etcd.register(etcd.join(), "a")
     gone = etcd.register(etcd.join(), "b")
-    gone.leave()  # nobody has this id any more, and nobody is to have it again
+    gone.leave()  # no member has this id any more, and none is to get it again
     words = listener(first)
     before = Ids.read(keys.read("ids"))
     wait_for(lambda: first._entry._watcher.given == before.given)

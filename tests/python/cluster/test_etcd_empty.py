@@ -55,7 +55,7 @@ def test_the_id_of_a_lost_member_that_lives_is_remembered_by_those_that_saw_it(o
 
 
 def test_a_member_that_comes_back_too_late_for_its_id_is_refused(own, own_etcd, monkeypatch):
-    """Nobody else was there to remember it: then one of the two ends, and that is the one that was away."""
+    """No other member was there to remember it: then one of the two ends, the one that was away."""
     reg = own.register(own.join(), "a")
     cut_off = CutOff(reg, monkeypatch)
     lose_memory(own_etcd)
@@ -69,7 +69,7 @@ def test_a_member_that_comes_back_too_late_for_its_id_is_refused(own, own_etcd, 
 
 
 def test_survivors_are_back_before_their_renewers_ask_again(own, own_etcd):
-    """The watch tells that etcd is new: with a heartbeat of half a minute nobody waits for that."""
+    """The watch reports that etcd is new: no one waits for a heartbeat of half a minute."""
     reg = own.register(own.join(lease=90.0, heartbeat=30.0), "a")
     lose_memory(own_etcd)
     record = {"key": encode(Keys(own.prefix).member("a"))}

@@ -1,4 +1,4 @@
-"""The counter of ids in etcd, deleted, overwritten or set back: no id is given that somebody has who lives."""
+"""The counter of ids in etcd, deleted, overwritten or set back: no id of a live member is given again."""
 
 from __future__ import annotations
 
@@ -97,14 +97,14 @@ def test_newcomers_are_refused_if_no_member_can_repair_the_counter(etcd, keys, c
 
 
 def test_a_counter_below_what_etcd_shows_is_raised_by_a_newcomer(etcd, keys):
-    """Nobody who lives has seen it: what stands there tells."""
+    """No live member has seen it: the remaining keys show it."""
     keys.put("instances/7", Holder(99, 7).to_bytes())
     keys.put("ids", Ids(2, "x").to_bytes())
     assert etcd.register(etcd.join(), "a").instance == 8
 
 
 def test_ids_that_begin_again_skip_those_that_are_taken(etcd, keys):
-    """Also of one whose record is gone, because it could not reach etcd for longer than its lease."""
+    """Also of a member whose record is gone, because it could not reach etcd for longer than its lease."""
     keys.put("instances/1", Holder(98, INSTANCE_MAX + 1).to_bytes())
     keys.put("instances/3", Holder(99, 3).to_bytes())
     keys.put("ids", Ids(INSTANCE_MAX - 1, "x").to_bytes())

@@ -56,7 +56,7 @@ def test_while_etcd_is_silent_only_a_member_that_died_is_lost(own, own_etcd, how
 
 
 def test_the_death_of_a_member_is_reported_at_once_while_etcd_answers(own):
-    """Its renewer says so: nobody waits for those who may be on their way back."""
+    """Its renewer says so: there is no wait for members that may be on their way back."""
     router = own.join(lease=60.0)
     events = Events(router)
     member = own.member("a", lease=60.0)

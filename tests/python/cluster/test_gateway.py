@@ -19,7 +19,7 @@ WITHOUT_TOKEN = {"lease/keepalive"}  # what etcd asks no token for
 
 
 class SlowEtcd(http.server.ThreadingHTTPServer):
-    """Says who may and who may not, as etcd does; checks a password for as long as `checked` is not set."""
+    """Grants and denies as etcd does; checks a password for as long as `checked` is not set."""
 
     daemon_threads = True
 
@@ -81,7 +81,7 @@ def etcd():
 
 @pytest.fixture
 def kept(etcd):
-    """A renewer of lease 7, whose member beats; and the page that they share."""
+    """A renewer of lease 7, whose member has a heartbeat; and the page that they share."""
     page = os.memfd_create("page")
     os.ftruncate(page, PAGE_BYTES)
     first = {"options": vars(etcd.options), "heartbeat_s": 0.5, "page": page, "parent": os.getpid()}
@@ -102,7 +102,7 @@ def test_a_lease_is_renewed_while_the_password_is_still_being_checked(etcd, kept
 
 
 def test_a_renewer_announces_its_next_step_and_counts_unanswered_requests(etcd, kept):
-    """Which tells one that hangs from one whose etcd does not answer."""
+    """This tells a hanging renewer from one with an etcd that does not answer."""
     renewer, words = kept
     assert words[DUE_WORD] == 0
     renewer._renew(7)

@@ -1,4 +1,4 @@
-"""What is the local cluster's own: the folder that is deleted under its members, the secret, who may read."""
+"""What only the local cluster has: a folder that may be deleted under its members, the secret, permissions."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_member_that_slept_while_its_folder_and_its_name_were_taken_is_refused
     events.wait("a", "joined")
     sleeper.stop()
     events.wait("a", "joined", "lost")
-    router.close()  # nobody is left who knows the secret
+    router.close()  # no process is left that knows the secret
     shutil.rmtree(local.folder)
     other = local.join(timeout=0.2)  # it waits for the one that sleeps, and then begins anew
     reg = local.register(other, "b")
@@ -123,7 +123,7 @@ def test_an_id_is_held_by_one_process_at_a_time(local):
     first = IdLock(local.name, 3)
     with pytest.raises(FileExistsError, match="the id 3 is held"):
         IdLock(local.name, 3)
-    assert held_ids(local.name) == {3}  # the one that failed has let go of it, the first has not
+    assert held_ids(local.name) == {3}  # the failed one has released it, the first has not
     first.close()
     IdLock(local.name, 3).close()
 

@@ -101,7 +101,7 @@ def test_when_every_name_is_taken_the_home_keeps_another_one(places):
             os.rmdir(root)
     assert cluster_path("x", places) == path
     file = Path(places.home, ".cache", "kvpool", "local-boot-1")
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600  # nobody else can read which name it is
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600  # no other user can read which name it is
     for content in ("../../etc", "", "0" * 15, "0" * 17):
         file.write_text(content)
         assert cluster_path("y", places) == f"{places.shared[0]}/kvpool-{OURS}/y"
@@ -178,7 +178,7 @@ if stranger == 0:
 os.close(until)
 assert os.read(read, 5) == b"taken"
 try:
-    cluster = kvpool.Cluster.join("{local.url}", timeout=60)  # it would wait for members that nobody knows
+    cluster = kvpool.Cluster.join("{local.url}", timeout=60)  # it would wait for unknown members
     member = cluster.register(name="a", role="both", incarnation=1)
     assert member.instance == 1, member.instance
     other = kvpool.Cluster.join("{local.url}").register(name="b", role="both", incarnation=2)

@@ -1,4 +1,4 @@
-"""Clusters with a long lease: who comes to an etcd that knows nobody waits for one, and is given the time for it."""
+"""Clusters with a long lease: the first member in an etcd waits for a lease, and is given the time for that."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def place(etcd_server):
 
 @pytest.fixture
 def no_process(monkeypatch):
-    """Nobody can start a process, until this is called."""
+    """No process can be started until this is called."""
     popen = subprocess.Popen
 
     def refuse(*arguments, **options):
@@ -110,7 +110,7 @@ def test_the_thread_that_reads_the_clock_survives_errors(place, monkeypatch):
 
 
 def test_a_member_whose_renewer_hangs_and_cannot_be_replaced_fences_itself(place, no_process):
-    """Nobody else would tell it: etcd is asked by the renewer alone."""
+    """It would not learn it otherwise: only the renewer asks etcd."""
     reg = place.register(place.join(), "a")
     words = []
     reg.on_lease(words.append)
@@ -125,7 +125,7 @@ def test_a_member_whose_renewer_hangs_and_cannot_be_replaced_fences_itself(place
 
 
 def test_an_etcd_that_does_not_answer_is_not_taken_for_a_hanging_renewer(own, own_etcd):
-    """The renewer asks again and again, so it is well; and nobody can be told anything."""
+    """The renewer asks again and again, so it is well; and no member can be told anything."""
     reg = own.register(own.join(), "a")
     words = []
     reg.on_lease(words.append)

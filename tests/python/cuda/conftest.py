@@ -1,4 +1,4 @@
-"""Scripts in processes whose CUDA driver is the fake one: see tests/cpp/fake_cuda."""
+"""Scripts in processes with the fake CUDA driver: see tests/cpp/fake_cuda."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run_script(code: str, timeout: float, **variables: str) -> subprocess.Comple
 
 @pytest.fixture
 def on_fake(fake_cuda: Path) -> Script:
-    """Runs Python code, after the line `from fake import *`, in a process whose CUDA driver is the fake one."""
+    """Runs Python code, after the line `from fake import *`, in a process with the fake CUDA driver."""
 
     def run(code: str, *, library: str | Path = fake_cuda, timeout: float = 120) -> subprocess.CompletedProcess[str]:
         return run_script(code, timeout, KVPOOL_CUDA_LIBRARY=str(library))

@@ -1,4 +1,4 @@
-"""In a process whose CUDA driver is the fake one: what tests ask of it, and streams and tensors as engines have them.
+"""For a process with the fake CUDA driver: what tests ask of it, and streams and tensors as engines have them.
 
 Streams are for a real driver, too.
 """
@@ -83,7 +83,7 @@ def call(name: str, *arguments: Any) -> None:
 
 
 def new_stream(device: int = 0) -> int:
-    """A stream of this device, whose context stays current and alive."""
+    """A stream of this device; the context stays current and alive."""
     context, stream = ctypes.c_void_p(), ctypes.c_void_p()
     call("cuInit", 0)
     call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)

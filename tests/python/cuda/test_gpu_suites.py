@@ -1,4 +1,4 @@
-"""The tools of the suites: a skip that nobody knows of fails, and a GPU's memory is read and written as NumPy's."""
+"""The tools of the suites: an unknown skip fails, and a GPU's memory is read and written as NumPy's."""
 
 from __future__ import annotations
 

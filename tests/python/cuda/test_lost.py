@@ -8,7 +8,7 @@ from transfer.kit import SECRET, Child, address_of, eventually
 
 import kvpool
 
-LOSSES = [700, 719, 709]  # an illegal address, a failed launch, a context that somebody has destroyed by a reset
+LOSSES = [700, 719, 709]  # an illegal address, a failed launch, a context that was destroyed by a reset
 
 
 @pytest.mark.parametrize("code", LOSSES)
@@ -35,7 +35,7 @@ assert [peer.name for peer in pool.peers.list()] == ["there"]
 opened.transfer.cancel()
 assert type(opened.transfer.exception(60)) is kvpool.Cancelled
 hit.close()
-# Nobody meets it any more, and who has met it is told.
+# No new peer connects to it, and connected ones are told.
 with small_pool(device="cuda:1") as late:
     raises(kvpool.PeerLost, lambda: late.peers.connect(where), "({code})")
 theirs = there.alloc(2)
@@ -103,7 +103,7 @@ while True:
     pool = here = hit = error = None
     pools.clear()
     gc.collect()
-    # What the driver refuses to take back stays with it, and what nobody can reach any more: then no verb has failed.
+    # What the driver refuses to take back stays with it, as does what is out of reach: then no verb has failed.
     gives_back = failed.startswith(GIVES_BACK) or (not where and failed.startswith("cuCtxPushCurrent"))
     if not gives_back:
         wait_for(lambda: left() == "", 30)

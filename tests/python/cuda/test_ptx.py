@@ -1,4 +1,4 @@
-"""What nvcc makes of the kernels, interpreted on the CPU: every byte is that of the reference, of all kernels.
+"""What nvcc makes of the kernels, interpreted on the CPU: every byte agrees with the reference, for all kernels.
 
 Random jobs, which the library's planner cuts into launches (tests/cpp/kernel_jobs). No GPU is needed, but nvcc.
 """
@@ -112,7 +112,7 @@ def outcome(kernels: dict[str, Kernel], job: Job, table: str, blocks: int, ran: 
 
 
 def count_wrong(kernels: dict[str, Kernel], jobs: list[Job], ran: set[str] | None = None) -> int:
-    """Jobs that end in a fault or with other bytes than those of the reference. Each job is run with a table in every
+    """Jobs that end in a fault, or with other bytes than the reference. Each job is run with a table in every
     place where one can be."""
     wrong = 0
     for number, job in enumerate(jobs):
@@ -165,7 +165,7 @@ def forget_the_stride(text: str) -> str:
     return text.replace("mul.lo.s64", "add.s64")
 
 
-# The widths of units whose jobs each change makes wrong, all of them or some.
+# Each change breaks all or some of the jobs with units of these widths.
 CHANGES = {
     swap_words: {16}, flip_end_of_tiles: {16, 4, 1}, drop_predicates: {16, 4, 1}, write_beside: {16, 4, 1},
     misalign: {4}, forget_the_stride: {16, 4, 1},

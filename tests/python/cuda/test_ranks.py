@@ -1,4 +1,4 @@
-"""Logical instances whose ranks are on GPUs, over a library that answers for the CUDA driver."""
+"""Logical instances with ranks on GPUs, over a library that stands in for the CUDA driver."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ def test_memory_that_an_engine_allocated_is_opened_once_for_all_its_tensors(fake
         send(b, a, 20, 1, 1)
         for crew in (a, b):
             for member in crew.members:
-                # Of the two ranks of a, each opens the memory of b, and b that of both.
+                # Each of the two ranks of a opens the memory of b, and b opens the memory of both.
                 opened = {"a": 1, "b": 2}[crew.name] if adopts else 0
                 assert member("fake.fake_cuda_count(b'cuIpcOpenMemHandle')") == opened
         a("pool.peers.disconnect('b')")

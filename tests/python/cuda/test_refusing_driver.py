@@ -1,4 +1,4 @@
-"""A machine whose driver refuses what its GPU can do: pools are made, say what they go without, and work."""
+"""A machine with a driver that refuses what its GPU can do: pools are made, say what they lack, and work."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ with small_pool(device="cuda:0", name="here", **settings) as here:
         "there.fetch('here', theirs).wait(); None", where=where, theirs=here.alloc(2))
     if {memory!r} == "virtual":
         assert child("[list(peer.routes) for peer in there.peers.list()]") == [["sock"]]
-    # Into HBM here, whose memory cannot be exported.
+    # Into HBM here, which cannot be exported.
     child("sent = there.transfer('here', there.alloc(2), medium=kvpool.HBM); sent.wait(); None")
     assert child("sent.stats.route") == "sock"
 child.kill()

@@ -183,7 +183,7 @@ with here, there:
     fetch = here.fetch("there", theirs, timeout=30)
     fetch.wait_on(stream)
     held.let_go()
-    error = fetch.exception(timeout=20)  # long before the stream would be let go of by force
+    error = fetch.exception(timeout=20)  # long before the stream would be released by force
     assert isinstance(error, kvpool.RouteFailed) and "wait_on" in str(error), error
     assert fake_counts("waits behind words") == 0
     # Once there is a communicator, streams may wait.

@@ -1,4 +1,4 @@
-"""The bytes of KV events: those of vLLM, and nothing that does harm."""
+"""The bytes of KV events: the same as vLLM's, and no input does harm."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Instances:
             self.stopped.discard(request)
         moves = plan.moves
         fresh = {request for move in moves for request in move.requests if request not in self.sizes}
-        for move in moves:  # who has not begun yet begins where the scheduler wants it by now
+        for move in moves:  # a request that has not begun yet begins where the scheduler wants it by now
             for request in fresh.intersection(move.requests):
                 self.to_begin[request] = (move.destination, self.to_begin[request][1])
         moves = [kept for move in moves if (kept := self.without(move, fresh))]
@@ -119,7 +119,7 @@ class Instances:
         assert sorted(map(id, division.made)) == sorted(map(id, division.as_kv + division.as_tokens))
 
     def go_on(self):
-        """Growth and new requests, where there is room that nobody counts on."""
+        """Growth and new requests, where there is room that no move needs."""
         held = self.backlog.held
         for request, (gpu, size) in list(self.to_begin.items()):
             if CAPACITY - self.used(gpu) - held.get(gpu, 0) >= size:
@@ -231,7 +231,7 @@ def test_nothing_waits_forever_if_everything_can_be_prefilled(epochs, link, comp
 
 @given(EPOCHS, st.lists(st.integers(10, 400), min_size=1, max_size=4), st.integers(0, 9), st.sampled_from(Fit))
 def test_links_alone_carry_everything_if_nothing_that_waits_grows(epochs, link, call, fit):
-    """So each move still has the room that was there when it was planned: nobody has to be stopped."""
+    """So each move still has the room that was there when it was planned: no request has to be stopped."""
     traffic = Traffic(unequal(link, [0], call), fit)
 
     def may_grow(request):

@@ -41,7 +41,7 @@ class Service:
         again = set(self.monitor.lost(gpu))
         assert here <= again | set(self.monitor.waiting)
         for request in again:
-            self.where.pop(request, None)  # who still runs elsewhere is stopped
+            self.where.pop(request, None)  # a request that still runs elsewhere is stopped
             self.growths.pop(request, None)
             if request in self.sizes:
                 self.sizes[request] = self.monitor.waiting[request]  # growth that is planned counts

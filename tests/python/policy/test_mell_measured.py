@@ -18,7 +18,7 @@ SECONDS = {(1, 0): 0.010, (1, 8): 0.0105, (1, 32): 0.014, (8, 0): 0.020, (8, 8):
 
 
 def made_profile(**changes):
-    """A link of 1 ms and a million tokens a second, and one whose times say nothing; batches of 1 and 8."""
+    """A link of 1 ms and a million tokens a second, and one with useless times; batches of 1 and 8."""
     fields = {
         "model": SHAPE,
         "machine": cost.Machine("made", "by hand", 1),

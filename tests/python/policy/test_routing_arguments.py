@@ -28,7 +28,7 @@ def test_instances_come_and_go():
 
 
 def test_a_model_is_forgotten_with_its_last_instance():
-    """Who rejoins brings a new object: one for each time would make each decision ask all of them."""
+    """An instance that rejoins brings a new object: one for each time would make each decision ask all of them."""
     fleet = Fleet(1)
     asked = []
 

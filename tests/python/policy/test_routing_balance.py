@@ -50,7 +50,7 @@ def test_a_newcomer_gets_work_gradually():
 
 
 def test_a_fleet_that_starts_together_has_no_newcomers():
-    """All shares are alike, so locality and slack are those of a fleet that has long been there."""
+    """All shares are alike, so locality and slack are as in a fleet that has been there for long."""
 
     def chosen(warmup_s):
         fleet = Fleet(3, balance=Balance(cap=1.0, slack=2.0, idle=0, warmup_s=warmup_s), policy=LongestPrefix())

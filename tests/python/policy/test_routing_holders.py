@@ -1,4 +1,4 @@
-"""Who holds more of a prompt, whether it is fetched, and what the kinds of instances mean for it."""
+"""Which instances hold more of a prompt, whether it is fetched, and what their kinds mean for that."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from policy.kit import made_model
 from kvpool.policy import cost
 from kvpool.policy.routing import Holder, Kind, LeastLoad, LongestPrefix
 
-# ---- who holds more, and whether to fetch it
+# ---- which instances hold more, and whether to fetch it
 
 
 def test_instances_that_hold_more_are_listed_with_their_ranges():

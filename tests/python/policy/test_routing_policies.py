@@ -51,7 +51,7 @@ def test_thrift_waits_for_cached_tokens_rather_than_compute_them_again():
         fleet = Fleet(2, policy=QueuePlusExec(thrift))
         fleet.hold(1, prompt(9))
         fleet.scheduler._prefill.assign(fleet.scheduler._prefill.slot(1), 38.0, fleet.now)
-        fleet.scheduler._prefill.assign(fleet.scheduler._prefill.slot(2), 0.125, fleet.now)  # nobody is idle
+        fleet.scheduler._prefill.assign(fleet.scheduler._prefill.slot(2), 0.125, fleet.now)  # no instance is idle
         chosen.append(fleet.route(prompt(10)).instance)
     assert chosen == [2, 2, 1]  # 38 + 1.1 * 4 = 42.4 against 44.125
 

@@ -58,7 +58,7 @@ def test_prompts_unused_for_their_time_to_live_are_forgotten():
 
 
 def test_looking_a_prompt_up_does_not_count_as_a_use():
-    """§6's time to live is there because evictions are not heard of: what nobody sends there must go."""
+    """§6 has a time to live because evictions are not reported: prompts that are no longer sent there must go."""
     fleet = Fleet(2, ttl_s=60.0)
     fleet.hold(2, prompt(4))
     fleet.scheduler.drain(2)

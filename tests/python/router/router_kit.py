@@ -25,7 +25,7 @@ from kvpool.control.router import HealthSettings, InstanceSpec, Router, RouterSe
 
 ADMIN_KEY = "the-operators"
 PATIENCE_S = 60.0  # of a busy machine; no test is meant to need it
-# Its timeout is long: where nobody hangs, nobody is to fall out because this machine was busy.
+# Its timeout is long: no instance that answers is to be excluded because this machine was busy.
 QUICK = HealthSettings(interval_s=0.1, timeout_s=30.0, fails=2, passes=1, errors=3, backoff_s=0.1, backoff_max_s=0.4)
 
 
@@ -114,7 +114,7 @@ def processes(*names: str, program: str = "fake.py") -> Iterator[list[FakeProces
 
 @contextmanager
 def unheard(port: int = 0) -> Iterator[int]:
-    """A port where nobody listens, and that nobody else gets meanwhile. A fake may take it."""
+    """A port where nothing listens, and that no other process gets meanwhile. A fake may take it."""
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(("127.0.0.1", port))

@@ -1,4 +1,4 @@
-"""What the operator does: drain, resume, add, remove; and who is not the operator."""
+"""What the operator does: drain, resume, add, remove; and clients that are not the operator."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_least_load_spreads():
 
 
 def test_a_hot_prefix_does_not_drown_its_instance():
-    """All ask about one document at once; with a cap of the mean nobody has it all."""
+    """All ask about one document at once; with a cap of the mean no instance gets everything."""
     with fakes("a", "b") as two, routing(*two, policy="longest-prefix", cap=1.0, idle=0.0, warmup_s=0.0) as running:
         running.where(DOCUMENT)
 

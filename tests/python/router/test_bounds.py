@@ -206,7 +206,7 @@ def test_connections_are_bounded_and_one_too_many_is_told_when_to_come_back(monk
                 assert b"\r\nretry-after: 1\r\n" in refused
                 assert refused.endswith(b"}}")
                 assert hung_up(third)
-            assert ask(first).startswith(b"HTTP/1.1 200 ")  # who is in stays in
+            assert ask(first).startswith(b"HTTP/1.1 200 ")  # an open connection stays open
             assert len(refusals) == 1
 
         def served() -> bool:
@@ -255,7 +255,7 @@ def test_headers_have_a_time_limit_and_nothing_else_counts_in_it():
                     return True
 
             eventually(gone, "headers may trickle for ever")
-        # A connection that has asked, and one whose body is on its way, have outlived both.
+        # A connection with a request, and one with a body on its way, have outlived both.
         assert ask(kept).startswith(b"HTTP/1.1 200 ")
         slow.sendall(b"2")
         assert slow.recv(65536).startswith(b"HTTP/1.1 200 ")

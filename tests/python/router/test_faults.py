@@ -169,7 +169,7 @@ def test_the_reason_why_an_instance_was_never_well_is_logged_once_each():
             eventually(causes)
             (first,) = [each.fields for each in records if each.getMessage() == "instance not up"]
             assert first == {"instance": "late", "url": spec.url, "path": "/nowhere", "cause": "Connection refused"}
-            with fakes("late", port=port):  # where nobody listened for some probes
+            with fakes("late", port=port):  # where nothing listened for some probes
                 eventually(lambda: causes()[-1] == "it answered with status 404")
             assert running.state("late") == "starting"
         assert all(one != next_one for one, next_one in pairwise(causes()))
@@ -226,7 +226,7 @@ def test_half_of_a_hundred_streams_lose_their_instance():
     with processes("p") as killed, fakes("a") as one, routing(*killed, *one, warmup_s=0.0, health=QUICK) as running:
 
         async def stream(client: httpx.AsyncClient, number: int, begun: asyncio.Semaphore) -> tuple[str, list]:
-            pieces = {"a": 20, "p": 100_000}  # those of the one that is killed do not end before
+            pieces = {"a": 20, "p": 100_000}  # the streams of the killed one do not end before
             fields = {"prompt": f"{number} " * 40, "stream": True, "pieces": pieces, "every_s": 0.2}
             text = ""
             async with client.stream("POST", "/v1/completions", json=fields) as response:

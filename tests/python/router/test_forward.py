@@ -240,7 +240,7 @@ def test_a_slow_instance_is_given_up_and_not_blamed():
         response = running.complete("x", first_s=600)
         assert response.status_code == 504
         assert response.json()["error"]["code"] == "upstream_timeout"
-        assert sum(len(each.seen) for each in two) == 1  # the work may be going on: nobody else is given it too
+        assert sum(len(each.seen) for each in two) == 1  # the work may be going on: no other instance gets it, too
         eventually(lambda: sum(each.abandoned for each in two) == 1)
         assert {each["state"] for each in running.states().values()} == {"healthy"}
 

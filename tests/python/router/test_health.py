@@ -1,4 +1,4 @@
-"""The breaker: who is out, and that who is well comes back."""
+"""The breaker: which instances it excludes, and how they come back."""
 
 from __future__ import annotations
 

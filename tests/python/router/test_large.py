@@ -1,4 +1,4 @@
-"""Large bodies: passed on as a stream, bounded in memory, and nobody else's business."""
+"""Large bodies: passed on as a stream, bounded in memory, and without effect on other requests."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_contradictory_limits_are_refused(wrong):
 
 
 def test_probes_go_on_while_the_router_is_busy(monkeypatch):
-    """Its event loop stands still for longer than a probe may take, and nobody is blamed for that."""
+    """Its event loop stands still for longer than a probe may take, and no instance is blamed for that."""
     health = HealthSettings(interval_s=0.05, timeout_s=2.0, fails=1, passes=1, backoff_s=30.0, backoff_max_s=30.0)
     asked, stood = [], []
     with processes("a") as one, routing(*one, health=health) as running:

@@ -14,7 +14,7 @@ from kvpool.control.router.settings import HealthSettings
 
 
 class Well:
-    """A prober whose instance is well."""
+    """A prober of an instance that is well."""
 
     def __init__(self, spec, timeout_s):
         pass

@@ -1,4 +1,4 @@
-"""Keys and TLS of the router, over real sockets: who gets in, and what instances hear of it."""
+"""Keys and TLS of the router, over real sockets: which clients get in, and what instances see of it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_client_without_the_key_is_refused_and_no_instance_is_asked(guarded, h
 
 
 def test_a_body_without_a_key_is_not_waited_for(guarded):
-    """It is refused by its headers: nobody fills the memory who may not ask."""
+    """It is refused by its headers: a client without access cannot fill the memory."""
     host, _, port = guarded.url.removeprefix("http://").rpartition(":")
     with socket.create_connection((host, int(port)), PATIENCE_S) as client:
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\n")
@@ -169,10 +169,10 @@ def test_the_command_speaks_tls_and_takes_its_key_from_the_environment(monkeypat
             assert client.post(f"{url}/v1/completions", json=fields).status_code == 401
             response = client.post(f"{url}/v1/completions", json=fields, headers=bearer(KEY))
             assert response.text.endswith("data: [DONE]\n\n")
-            with pytest.raises(httpx.TransportError):  # without TLS nobody answers there
+            with pytest.raises(httpx.TransportError):  # without TLS there is no answer
                 client.get(f"{url.replace('https://', 'http://')}/health")
             with pytest.raises(httpx.ConnectError), httpx.Client(timeout=PATIENCE_S, trust_env=False) as other:
-                other.get(f"{url}/health")  # who does not trust the certificate is not fooled
+                other.get(f"{url}/health")  # a client that does not trust the certificate is not fooled
             operators = client.get(f"{admin}/instances", headers=bearer(ADMIN_KEY))
             assert operators.status_code == 200  # loopback: no TLS
 

@@ -214,7 +214,7 @@ def test_kv_is_sent_to_the_decoding_instance_and_transfers_wait_for_each_other()
     assert done.last[0] == pytest.approx(prefill_s + transfer_s + decode_s)
     assert done.last[1] == pytest.approx(prefill_s + 2 * transfer_s + decode_s)
     assert measures.link_waited_s == pytest.approx(transfer_s)
-    assert measures.sent_tokens == 2 * 8 * UNIT  # an answer of one token needs nobody who decodes
+    assert measures.sent_tokens == 2 * 8 * UNIT  # an answer of one token needs no decoding
     assert done.last[2] == done.first[2]
 
 

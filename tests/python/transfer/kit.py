@@ -97,7 +97,7 @@ class Child(Remote):
     """One that is forked by a process that has the imports of this module."""
 
     def __init__(self, **variables: str) -> None:
-        """`variables`: of its environment, in place of those of this process."""
+        """`variables`: its environment, in place of this process's."""
         ours, theirs = socket.socketpair()
         with theirs, open(os.devnull) as nothing:
             self.process = forked.start(

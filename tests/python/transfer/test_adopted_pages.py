@@ -1,4 +1,4 @@
-"""Engines whose pages hold K and V of a token side by side: moved and cut as what they are, or refused."""
+"""Engines whose pages hold K and V of a token side by side: moved and cut as such, or refused."""
 
 from __future__ import annotations
 

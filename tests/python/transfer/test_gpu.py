@@ -1,4 +1,4 @@
-"""Transfers between processes whose HBM is on a GPU, over a library that answers for the CUDA driver."""
+"""Transfers between processes with HBM on a GPU, over a library that stands in for the CUDA driver."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def test_the_receiver_finds_the_prompt(route):
         )
         assert got == (done.addrs.tolist(), sent)
         assert pair.b("pool.explain_match(prompt(3)).matched_tokens") == 0  # of another namespace
-        assert pair.b("pool.inbox.receive(0)") is None  # nobody needs to be told
+        assert pair.b("pool.inbox.receive(0)") is None  # no one needs to be told
         assert pair.b("pool.stats().hbm.pinned") == 0
         assert pair.a.stats().hbm.active == 3  # the sender keeps its blocks
 

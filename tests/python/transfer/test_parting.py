@@ -55,7 +55,7 @@ for routes in (("loopback",), (NEAR,), ("sock",)):
 @pytest.mark.parametrize("who", ["a", "b"])
 @pytest.mark.parametrize("route", NEAR_ROUTES)
 def test_disconnecting_ends_all_loans(route, who):
-    """Nobody knows that the other side writes no more, unless it placed the bytes itself, until they meet again."""
+    """Unless this side writes the bytes itself, it cannot know that the peer has stopped until they reconnect."""
     with pair_of(route) as pair:
         lent = pair.a.alloc(2, instance=pair.to_b)
         pair.b("mine = pool.alloc(3, instance=peer)\nNone", peer=pair.to_a)
@@ -130,7 +130,7 @@ def test_a_stopped_peer_is_lost_and_its_late_writes_do_no_harm(child):
 
 
 def test_data_that_a_stopped_peer_reads_late_does_not_overwrite_what_came_by_another_route(child):
-    """The first transfer ends at its deadline, and the peer places its content later than that of the second."""
+    """The first transfer ends at its deadline, and the peer writes its content later than the second's."""
     to = child("pool = small_pool(name='b', lease_s=30.0)\npool.peers.listen(where)", where=address_of("shm"))
     with small_pool(lease_s=30.0) as pool:
         assert pool.peers.connect(to) == "b"

@@ -315,7 +315,7 @@ def test_everything_may_be_closed_in_any_order_and_twice() -> None:
 def test_a_rank_that_is_no_longer_referenced_is_closed() -> None:
     before = things()
     pool = kvpool.Pool(LAYOUT, 4, 4, parallel=TP2, **SETTINGS)
-    view = join(pool.ranks.export(0)).tensor().numpy()  # nobody keeps the rank
+    view = join(pool.ranks.export(0)).tensor().numpy()  # nothing refers to the rank
     gc.collect()
     with pytest.raises(kvpool.PeerLost):
         pool.ranks.wait(60)

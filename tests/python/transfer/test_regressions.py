@@ -87,7 +87,7 @@ def test_lent_blocks_that_go_to_the_index_are_not_freed_by_the_item_that_reporte
         assert lender.audit().hbm.lent == lender.stats().hbm.active == 0
 
 
-# A thread of one pool lets go of another one's adopted memory, for which it needs the interpreter.
+# A thread of one pool releases another pool's adopted memory, for which it needs the interpreter.
 DROPS = """
 import gc, numpy as np, kvpool
 for i in range(100):

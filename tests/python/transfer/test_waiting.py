@@ -81,7 +81,7 @@ def test_several_tasks_may_await_one_transfer_and_one_may_give_up():
             tasks[0].cancel()
             await asyncio.sleep(0.01)
             assert tasks[0].cancelled()
-            assert not stream.transfer.done()  # that somebody stops waiting ends nothing
+            assert not stream.transfer.done()  # a waiter that gives up ends nothing
             with stream:
                 stream.send_layer(0)
                 stream.send_layer(1)
