@@ -20,7 +20,7 @@ py::class_<Handle> handle_class(py::module_& module, const char* name, const cha
       .def_property_readonly(
           "closed", [](const Handle& handle) { return !handle.pins.holds(); }, "Whether the pins are gone.")
       .def(
-          "close", [](Handle& handle) { handle.pins.release(); }, "Lets go of the pins. Idempotent.")
+          "close", [](Handle& handle) { handle.pins.release(); }, "Releases the pins. Idempotent.")
       .def(
           "__enter__",
           [](py::object self) {

@@ -132,9 +132,9 @@ void bind_instance_index(py::module_& module) {
           "Instances that hold some of it.")
       .def_property_readonly("lengths", &lengths_of, "The different numbers of tokens that are held, longest first.")
       .def_property_readonly("bounds", &bounds_of,
-                             "Where those of each length begin, among all that hold some, and their end.")
+                             "Where the instances of each length begin, among all that hold some; and the end.")
       .def("instances", &instances_of, py::arg("start"), py::arg("stop"),
-           "Those at [start, stop), the longest first, then by instance; int64.")
+           "The instances at [start, stop), the longest first, then by id; int64.")
       .def(
           "level",
           [](const FoundHits& self, py::handle instance) { return self.hits.level_of(instance_from(instance)); },
@@ -172,14 +172,14 @@ void bind_instance_index(py::module_& module) {
           },
           py::arg("tokens"), py::arg("instance"), py::arg("now") = 0, py::arg("namespace") = "", py::kw_only(),
           py::arg("lasting") = false,
-          R"(The instance holds the whole blocks of these tokens.
+          R"(Notes that the instance holds the whole blocks of these tokens.
 
 Args:
     tokens: Token ids; an incomplete last block is ignored.
     instance: Instance id, 0 to 16383.
     now: Time of the use, in any unit that grows.
     namespace: Prefixes of different namespaces never match each other.
-    lasting: Whether expire never drops them. For instances whose events report what they lose.
+    lasting: Whether expire leaves them alone. For instances whose events report evictions.
 
 Returns:
     Blocks that the instance did not hold before. If there are more than blocks_max now, the index forgets the least
@@ -216,7 +216,7 @@ Returns:
             return self.index.remove(name, tokens.data(), tokens.size(), first, id);
           },
           py::arg("tokens"), py::arg("instance"), py::arg("first_block") = 0, py::arg("namespace") = "",
-          R"(The instance no longer holds this prompt from a block on, nor anything longer.
+          R"(Notes that the instance no longer holds this prompt from a block on, nor any longer prompt.
 
 Returns:
     Blocks that it held there.)")
@@ -227,7 +227,7 @@ Returns:
             const std::lock_guard lock(self.mutex);
             return self.index.remove_instance(id);
           },
-          py::arg("instance"), "The instance is gone. Returns how many blocks it held.")
+          py::arg("instance"), "Removes an instance. Returns how many blocks it held.")
       .def(
           "expire",
           [](LockedInstanceIndex& self, py::handle before) {
@@ -237,7 +237,7 @@ Returns:
           },
           py::arg("before"),
           "Forgets, for each instance, the blocks that it did not use at `before` or later, except lasting ones.\n"
-          "Returns how many blocks that were, each counted once for every instance that held it.")
+          "Returns the number of blocks, each counted once for every instance that held it.")
       .def(
           "blocks",
           [](LockedInstanceIndex& self, py::handle instance) {

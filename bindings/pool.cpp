@@ -240,17 +240,17 @@ void bind_pool(py::module_& module) {
            py::kw_only(), py::arg("instance") = py::none(), py::arg("timeout") = py::none(),
            py::arg("stream") = py::none(), R"(Allocates n blocks, all or nothing.
 
-Contiguous runs are preferred. When too few are free, cached blocks make room, the least recently used first: HBM moves
-to DRAM, DRAM is dropped. Thread-safe.
+Contiguous runs are preferred. If too few are free, it evicts cached blocks, the least recently used first: from HBM to
+DRAM, and from DRAM for good. Thread-safe.
 
 Args:
     n: How many token blocks.
     medium: kvpool.HBM, kvpool.DRAM, or kvpool.MIXED: HBM first, the rest DRAM.
-    evict: Whether cached blocks may make room.
+    evict: Whether cached blocks may be evicted for it.
     instance: The name of a peer, which lends its blocks. transfer(to=...) writes into them until the peer is lost or
         free() gives them back. Releases the GIL.
     timeout: With instance: seconds until DeadlineExceeded; None: the setting ``timeout_s``.
-    stream: Of a pool on a GPU, when room has to be made: as in swap_out.
+    stream: For a pool on a GPU, if blocks have to be evicted: as in swap_out.
 
 Returns:
     uint64 array of n addresses. The blocks are active: the caller's, until free or insert.
@@ -300,7 +300,7 @@ Raises:
            py::arg("into") = py::none(), py::arg("stream") = py::none(),
            R"(Finds the longest cached prefix of a prompt, in whole blocks, and pins it.
 
-Thread-safe. Cost grows with the prompt, not with what is cached.
+Thread-safe. The cost depends on the length of the prompt, not on the size of the index.
 
 Args:
     tokens: Token ids; int32 or int64 array, buffer, bytes as int32, or list.
@@ -313,8 +313,8 @@ Returns:
     A Match. Its local addresses stay valid, and their content unchanged, until it is closed; use it in a ``with``.
 
 Raises:
-    OutOfBlocks: With `into`: HBM cannot make room for the whole hit; nothing was brought and nothing is pinned. Without
-        `into` the same prompt still gives the hit where it lies.)")
+    OutOfBlocks: With `into`: HBM has no room for the whole hit; nothing was moved and nothing is pinned. A match
+        without `into` still finds the hit where it is.)")
       .def("_match_batch", of_pool(&match_batch<Pool>), py::arg("prompts"), py::arg("namespace"))
       .def("insert", of_pool(&insert), py::arg("tokens"), py::arg("addrs"), py::arg("namespace") = "",
            py::arg("free_duplicates") = false, R"(Gives blocks to the index: active becomes historical, without a copy.

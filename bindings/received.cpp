@@ -83,7 +83,8 @@ py::bytes private_bytes(const ReceivedItem& received) {
 }  // namespace
 
 void bind_received(py::module_& module, PoolClass& pool) {
-  py::class_<ReceivedItem>(module, "Received", R"(What a peer sent: its blocks are here, and its bytes are in place.
+  py::class_<ReceivedItem>(module, "Received",
+                           R"(An item that a peer sent. Its blocks are here, with all bytes in place.
 
 Use it in a ``with``: closing unpins inserted blocks, and frees blocks that were not taken. Dropping an item closes it.
 
@@ -93,7 +94,7 @@ Attributes:
         they belong to the item until take(). Lent: they stay lent to the sender, which may write them again or give
         them back.
     inserted: Whether the blocks were given to the index.
-    lent: Whether they are blocks that the sender has borrowed, and keeps.
+    lent: Whether the blocks are still lent to the sender.
     tokens: int32 array: the prompt of an insertion, else empty.
     namespace: Of the prompt.
     private: The sender's bytes.
@@ -106,7 +107,7 @@ Attributes:
           "Whether the blocks were given to the index.")
       .def_property_readonly(
           "lent", [](const ReceivedItem& self) { return self.item().lent; },
-          "Whether they are blocks that the sender has borrowed, and keeps.")
+          "Whether the blocks are still lent to the sender.")
       .def_property_readonly("tokens", &tokens, "int32 array: the prompt of an insertion, else empty.")
       .def_property_readonly(
           "namespace", [](const ReceivedItem& self) { return self.item().name_space; }, "Of the prompt.")

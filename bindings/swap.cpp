@@ -173,18 +173,18 @@ Returns:
 Raises:
     TimeoutError: ``timeout`` passed; the swap goes on.
     Cancelled: By cancel().
-    ClosedError: The pool was closed before a byte had moved. The result of a swap out that had moved a part is that
-        part.
+    ClosedError: The pool was closed before a byte had moved. A swap out that had moved some blocks succeeds, with
+        these as its result.
     OutOfBlocks, DeviceLost, ...: As the call with ``wait=True``; the pool is unchanged.)")
       .def(
           "done", [](const Handle& handle) { return swap_of(handle).done(); },
-          "Whether it has ended, one way or another. Does not wait.")
+          "Whether it has ended, with or without success. Does not wait.")
       .def(
           "cancel", [](const Handle& handle) { return swap_of(handle).cancel(); },
           R"(Asks it to end with Cancelled, which is possible until it begins to move bytes. Does not wait.
 
-Before that it waits for its turn and for the GPU, or makes room for a swap in; blocks that have made room stay where
-they went. It ends soon, whatever the GPU does. But with drivers older than CUDA 12.5, a swap that waits for the whole
+Until then it waits for its turn and for the GPU, or evicts blocks for a swap in, which are not brought back. A
+cancelled swap ends soon, whatever the GPU does. But with drivers older than CUDA 12.5, a swap that waits for the whole
 device ends only when that work has ended.
 
 Returns:
@@ -199,7 +199,8 @@ Raises:
     TimeoutError: ``timeout`` passed; the swap goes on.)")
       .def(
           "fileno", [](const Handle& handle) { return swap_of(handle).done_fd(); },
-          "A file descriptor that becomes readable when it is done, for select and its like. Do not read or close it.")
+          "A file descriptor that becomes readable when it is done, for select and similar calls. Do not read or close "
+          "it.")
       .def("__repr__", [name](const Handle& handle) { return repr(handle, name); });
 }
 
@@ -258,14 +259,14 @@ Returns:
       .def("swap_in", &swap_in, py::arg("addrs"), py::arg("into") = py::none(), py::kw_only(),
            py::arg("stream") = py::none(), py::arg("wait") = true, R"(Brings cached blocks to HBM and pins them there.
 
-Addresses in HBM do not change, so all addresses of a match can be passed. Makes room as alloc does. Blocks that other
+Addresses in HBM do not change, so all addresses of a match can be passed. Evicts as alloc does. Blocks that other
 holders still read by their old address stay until the last of them releases its pin. Releases the GIL. Runs
-concurrently with a swap_out, except while it makes room.
+concurrently with a swap_out, except while it evicts.
 
 Args:
     addrs: Addresses of cached blocks.
-    into: Active HBM blocks to use, one for each address in DRAM; by default the pool allocates. When another swap_in
-        brings some of the pages first, the last of them are not needed: they stay active, and are not in the result.
+    into: Active HBM blocks to use, one for each address in DRAM; by default the pool allocates. If another swap_in
+        brings some of the pages first, the last blocks of `into` stay unused: active, and not in the result.
     stream: As in swap_out, for work that may still read or write the destination blocks.
     wait: False returns a SwapIn at once, and a thread of the pool does the work. When the call returns, the blocks are
         pinned and the pool owns those of `into`; wrong arguments raise at once. Without `into`, if HBM blocks were
@@ -277,7 +278,7 @@ Returns:
 Raises:
     StaleAddress: A block has left its address.
     StateError: A block is not cached.
-    OutOfBlocks: HBM cannot make room.)");
+    OutOfBlocks: HBM has no room, and nothing more can be evicted.)");
 }
 
 }  // namespace kvpool::bindings

@@ -227,15 +227,15 @@ Args:
     private: Up to 1 MiB for the receiving application, which gets it with the blocks: see Pool.inbox. None: the
         application is not told.
     strategy: How blocks are cut into calls: "by_layer", "by_layer_agg", "by_request", "by_request_agg". "auto" is
-        "by_request_agg": what lies in a row is one call. (Small pieces the route "sock" gathers by itself.)
+        "by_request_agg": one call for each contiguous run. (The route "sock" gathers small pieces by itself.)
     priority: "decode" goes before "prefill", and that before "background".
     route: "shm", "cuda_ipc", "cma", "sock", "ucx", "nccl" or "loopback"; None: the cheapest that both sides have.
     checksum: The receiver verifies the content before it commits.
     stream: For a pool on a GPU: the CUDA stream whose work so far must end before the blocks are read, as an int or an
         object that has one (torch, CuPy). The caller does not wait for it. None: all work of the GPU.
     layerwise: Sends the layers one by one, as they are computed; the blocks need not have their content yet. Every
-        strategy but "by_layer" is "by_layer_agg" then. `stream` applies to layers without a stream, with its work at
-        the time when the layer is sent.
+        strategy but "by_layer" is "by_layer_agg" then. `stream` is the default of send_layer, which waits for the
+        stream's work up to that call.
     timeout: Seconds until it fails with DeadlineExceeded; None: the setting ``timeout_s``.
 
 Returns:
@@ -289,7 +289,7 @@ Args:
     addrs: Its blocks, by addresses from a match there, an event or a router.
     to: Active blocks of this pool to use, one for each; without it the pool allocates, and frees them if it fails.
     medium: Where the pool allocates.
-    evict: Whether cached blocks here may make room.
+    evict: Whether cached blocks here may be evicted for it.
     priority: "decode", "prefill" or "background".
     timeout: Seconds; None: the setting ``timeout_s``.
 

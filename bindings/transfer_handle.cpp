@@ -110,14 +110,14 @@ Returns:
     Itself.
 
 Raises:
-    TimeoutError: ``timeout`` passed; the transfer goes on. It is no kvpool.Error, except for DeadlineExceeded, which
-        says that the transfer's own deadline passed, and that it has ended.
+    TimeoutError: ``timeout`` passed; the transfer goes on. DeadlineExceeded, which is a TimeoutError too, means that
+        the transfer's own deadline passed, which has ended it.
     Cancelled: By cancel().
     PeerLost, DeadlineExceeded, Busy, OutOfBlocks, NotOwner, StaleAddress, ClosedError, ...: It failed. The blocks
         that it should have sent are as they were.)")
       .def(
           "done", [](const TransferHandle& handle) { return handle.transfer->done(); },
-          "Whether it has ended, one way or another. Does not wait.")
+          "Whether it has ended, with or without success. Does not wait.")
       .def(
           "cancel",
           [](const TransferHandle& handle) {
@@ -152,7 +152,8 @@ Raises:
           "(bytes written, bytes to write), at any time.")
       .def(
           "fileno", [](const TransferHandle& handle) { return transfer_of(handle).done_fd(); },
-          "A file descriptor that becomes readable when it is done, for select and its like. Do not read or close it.")
+          "A file descriptor that becomes readable when it is done, for select and similar calls. Do not read or close "
+          "it.")
       .def("_stats", &stats)
       .def("__repr__", &repr);
 }

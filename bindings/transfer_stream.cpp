@@ -92,7 +92,7 @@ Raises:
     ArgumentError: There is no such layer, or it was sent before; or the CUDA stream belongs to another device.
     StateError: The TransferStream was finished.
     PeerLost, DeadlineExceeded, Cancelled, ...: The error with which the transfer has failed meanwhile.)")
-      .def("finish", &TransferStream::finish, R"(Says that all layers were sent. Does not wait. Idempotent.
+      .def("finish", &TransferStream::finish, R"(Declares that all layers were sent. Does not wait. Idempotent.
 
 Returns:
     The transfer.
@@ -117,7 +117,7 @@ Raises:
     PeerLost, DeadlineExceeded, Cancelled, ...: It failed, as Transfer.wait says.)")
       .def(
           "done", [](const TransferStream& self) { return self.transfer().attr("done")(); },
-          "Whether the transfer has ended, one way or another. Does not wait.")
+          "Whether the transfer has ended, with or without success. Does not wait.")
       .def(
           "__enter__", [](py::object self) { return self; }, "Itself.")
       .def(

@@ -35,14 +35,14 @@ the GIL.
 
 A stream cannot learn of a failure. It continues however the fetch ends, even if it was cancelled, was late, or lost the
 peer or the pool; the content of the blocks is then undefined. So check ``exception()``, which no longer waits, before
-you use the results: when the stream has come so far, ``done()`` is True.
+you use the results: once the stream has got past the wait, ``done()`` is True.
 
 If the fetch fails, blocks that the pool allocated, or that the peer may still write to, go back to the pool, but not
 before this handle is gone. Keep it until the stream has finished with them. Blocks of ``to`` that the peer can no
 longer write to are active again, and yours to free.
 
 Meanwhile every operation that waits for all work of the GPU waits for that stream, too: swaps and transfers without
-``stream``, and peers' fetches from this pool. Transfers and peers' fetches that wait so for a second raise Busy,
+``stream``, and peers' fetches from this pool. Transfers and peers' fetches that wait like this for a second raise Busy,
 because the peer might be waiting for this pool in the same way.
 
 Args:

@@ -152,7 +152,7 @@ class Stranger final : public FrameSink {
   std::unique_ptr<FrameReader> reader_;
 };
 
-// Makes up frames: mostly plausible ones, with addresses of its own blocks, of others', or made up.
+// Makes up frames: mostly plausible ones, with addresses of blocks of the peer itself, of others', or made up.
 class Inventor {
  public:
   Inventor(Dice& dice, const Pool& pool, Addresses others)
