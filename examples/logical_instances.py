@@ -36,7 +36,7 @@ def computed(layout: KVLayout, blocks: int, seed: int) -> npt.NDArray[Any]:
 
 
 def worker(ticket: str, layout: KVLayout, pipe: Connection) -> None:
-    """A rank: computes its part of blocks, or looks whether its part is right, when it is told to."""
+    """A rank: computes its part of blocks, or checks its part, on request."""
     with RankArena.join(ticket) as rank:
         kv = rank.tensor().numpy()
         pipe.send(repr(rank))

@@ -26,7 +26,7 @@ _EXAMPLES_BYTES_MAX = 1750  # few-shot examples of one agent; a byte is a token,
 
 @dataclass(frozen=True)
 class Style:
-    """A way of prompting: what the agent is told first, how a question is put, how the next turn begins."""
+    """A way of prompting: the agent's first instructions, how a question is put, how the next turn begins."""
 
     name: str
     instruction: str

@@ -1,4 +1,4 @@
-"""An etcd of the bench's own on loopback, and many who watch it without understanding what they hear."""
+"""The bench's own etcd on loopback, and many watchers that do not decode what they receive."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Watchers:
         self._wait(lambda text: b'"created":true' in text)
 
     def wait_for_all(self) -> int:
-        """Until each has heard of something. Returns when the last one had (CLOCK_MONOTONIC, in ns)."""
+        """Waits until each has received something. Returns when the last one had (CLOCK_MONOTONIC, in ns)."""
         self._wait(lambda text: b'"events"' in text)
         return time.monotonic_ns()
 

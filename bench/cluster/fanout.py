@@ -25,7 +25,7 @@ PEERS: set[str] = set()
 
 _SIZES, _QUICK_SIZES = (10, 100, 1000), (10, 100)
 _CHANGES, _QUICK_CHANGES = 1000, 100
-_ALONE = 50  # changes that are told one by one, and waited for
+_ALONE = 50  # changes that are published one by one, and waited for
 _WAIT_S = 60.0
 _HEARTBEAT_S = 600.0  # of the one that watches: what it does at each is measured by itself
 
@@ -53,7 +53,7 @@ class Subject:
         self._cpu_s = time.process_time()
 
     def end(self, requests: int) -> dict[str, float]:
-        """When the change to so many requests was heard, and the processor time since the beginning."""
+        """When the change to this number of requests arrived, and the processor time since the beginning."""
         self._until(lambda: any(heard == requests for heard, _ in self._heard))
         (at_ns,) = (at_ns for heard, at_ns in self._heard if heard == requests)
         return {"at_ns": at_ns, "cpu_s": time.process_time() - self._cpu_s, "heard": len(self._heard)}

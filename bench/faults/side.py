@@ -1,4 +1,4 @@
-"""A pool in a separate process, which sends, lends and logs what it hears and when; see survive.py."""
+"""A pool in a separate process, which sends, lends and logs what it notices and when; see survive.py."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def _measure(
 
 @contextmanager
 def _meeting(order: str, route: str, link: str, tokens: int) -> Iterator[Remote]:
-    """A sender that has met a receiver."""
+    """A sender that is connected to a receiver."""
     with Remote(__name__) as receiver, Remote(__name__) as sender:
         for remote in (receiver, sender):
             remote.ask("start", order=order, route=route, tokens=tokens)

@@ -1,4 +1,4 @@
-"""kvpool's two sides where small things are timed: one block of 4 KiB, told of or inserted."""
+"""kvpool's two sides of small transfers: one block of 4 KiB, with an item or inserted."""
 
 from __future__ import annotations
 

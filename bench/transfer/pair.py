@@ -80,7 +80,7 @@ class Pair:
         return living
 
     def open(self, count: int, size: int) -> None:
-        """Lets them meet: `count` scattered blocks of `size` bytes."""
+        """Connects them, with `count` scattered blocks of `size` bytes."""
         options = dict(self.kind.options)
         target = self.receiver.ask("receive", count=count, size=size, **options)
         self.receiver.ask("attend", on=True)

@@ -115,7 +115,7 @@ class Side:
 
 
 class AttendingSide(Side, ABC):
-    """One whose receiver takes bytes in, or is met, only while it calls its library."""
+    """A library whose receiver takes bytes in, or accepts connections, only while it is called."""
 
     _busy: bool  # it looks all the time
 

@@ -12,7 +12,7 @@ from pd_disaggregated.records import Event, RunResult
 
 
 def noticed_s(result: RunResult) -> list[float]:
-    """For each kill and each other instance that kvpool told of it: seconds from the kill.
+    """For each kill and each other instance that kvpool informed of it: seconds from the kill.
 
     It is told where it has met the one that was killed, which needs that something was sent between them.
     """

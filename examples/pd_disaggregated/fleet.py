@@ -1,4 +1,4 @@
-"""The processes of a run: starts them, hears what they say, notices when one ends, and starts it again.
+"""The processes of a run: starts them, reads their messages, notices when one ends, and starts it again.
 
 They form a cluster, which is made for the run: it tells who has joined, and has them find each other. The pipe to a
 process tells when it ends. Everything here runs in one asyncio loop, but for a thread for each process that waits at
@@ -35,7 +35,7 @@ class InstanceFailed(RuntimeError):
 
 
 class Listener(Protocol):
-    """Who is told what happens to instances. Called in the loop."""
+    """What happens to instances is reported here. Called in the loop."""
 
     def joined(self, instance: Instance) -> None: ...
     def lost(self, instance: Instance) -> None: ...
@@ -152,7 +152,7 @@ class Fleet:
 
     def _hear(self, event: kvpool.MemberEvent) -> None:
         """Called in a thread of the cluster."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody wants to hear any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing reads this any more
             self._loop.call_soon_threadsafe(self._changed, event)
 
     def _changed(self, event: kvpool.MemberEvent) -> None:
@@ -186,7 +186,7 @@ class Fleet:
 
     def _listen(self, instance: Instance, pipe: Connection) -> None:
         """What the thread of a process does: hands on what it says, until it ends."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody wants to hear any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing reads this any more
             with pipe, contextlib.suppress(EOFError, OSError):
                 while True:
                     self._loop.call_soon_threadsafe(self._heard, instance, pipe, pipe.recv())

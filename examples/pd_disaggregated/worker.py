@@ -36,7 +36,7 @@ _log = logging.getLogger("pd_disaggregated")
 
 _T = TypeVar("_T")
 
-_HEARD_S: Final = 0.5  # what one process has heard of a member, all others have by then
+_HEARD_S: Final = 0.5  # by then all processes know what one knows of a member
 _AGAIN_S: Final = 0.005
 _LOOK_S: Final = 0.001  # between looks at what is sent back, when there is nothing else to do
 _REST_S = 10.0  # until the rest of something that has come by halves is there; then its sender is gone
@@ -209,7 +209,7 @@ class Worker:
                 self._tell(messages.Answered(*letter.key, 0, 0.0))
 
     def _compute_and_send(self, letter: Letter, work: Work, decode: str) -> list[kvpool.Transfer]:
-        """The first token, which is told as soon as it is known; and the KV to where the others are made."""
+        """Sends the first token as soon as it is known, and the KV to the instance that makes the others."""
         if not decode or letter.new_tokens == 1:
             self._first_token(letter, work)
             return []
@@ -306,7 +306,7 @@ class Worker:
 
     @contextlib.contextmanager
     def _failing(self, letter: Letter, work: Work) -> Iterator[None]:
-        """An error of kvpool ends the attempt, not the instance: its blocks are free, and the dispatcher is told."""
+        """An error of kvpool ends the attempt, not the instance: its blocks are freed, and the dispatcher learns it."""
         try:
             yield
         except kvpool.Error as error:

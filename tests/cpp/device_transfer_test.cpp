@@ -298,7 +298,7 @@ TEST_CASE("a transfer from a lost GPU says so, and so does the pool from then on
     REQUIRE(error.has_value());
     CHECK(error->code() == ErrorCode::kDeviceLost);
     CHECK(code_of([&] { pair.a().pool()->swap_out(1); }) == ErrorCode::kDeviceLost);
-    // What the GPU was told to write, it may write for ever: this process, which would have to end, is the peer's own.
+    // The GPU may write its orders at any time later: this process, which would have to end, is the peer's own.
     const std::uint32_t kept = route == std::string("sock") ? 0 : 3;
     CHECK(pair.eventually([&] {
       return pair.b().count(BlockState::kQuarantined) == kept && pair.b().count(BlockState::kFree) == 32 - kept;

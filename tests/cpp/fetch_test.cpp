@@ -189,7 +189,7 @@ TEST_CASE("a fetch that a peer asks for is pushed or refused, and its blocks are
     CHECK(kit.refusal() == ErrorCode::kCancelled);
     kit.pool->free(from.data(), from.size());
   }
-  SUBCASE("with a GPU that is lost meanwhile") {  // the peer that asked does not hear that nothing is written
+  SUBCASE("with a GPU that is lost meanwhile") {  // the peer that asked is not told that nothing is written
     kit.ask(kFetchVerb, id, write_body(body), 100);
     const Error lost(ErrorCode::kDeviceLost, "gone");
     kit.host.end_write(&lost);

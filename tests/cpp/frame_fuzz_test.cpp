@@ -243,7 +243,7 @@ TEST_CASE("frames: a bit that flips anywhere is found, every time") {
     }  // else it waits for more: a length was changed
     const std::size_t before = bytes_of({sent.begin(), sent.begin() + 1}, wire).size();
     const std::size_t head = sizeof(FrameHeader) + sent[1].body.size() + kTagBytes;
-    const bool head_right = hit == 1 && at >= before + head;  // only then the sink may hear of it
+    const bool head_right = hit == 1 && at >= before + head;  // only then the sink may be called
     REQUIRE(sink.got.size() <= hit + (head_right ? 1 : 0));
     for (std::size_t i = 0; i < sink.got.size(); ++i) check_same(sink.got[i], sent[i], false);
     const bool placed = head_right && sink.dropped.empty();

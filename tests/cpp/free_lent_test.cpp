@@ -21,7 +21,7 @@ std::optional<std::int64_t> position_in(const Error& error) {
   return std::nullopt;
 }
 
-// A peer as the wire sees one, which lends blocks and then does as it is told when they come back.
+// A peer as seen on the wire, which lends blocks and follows the test when they come back.
 struct Lender : Member {
   explicit Lender(const std::string& name) : Member(name, {.secret = "s3cret"}) {
     metadata.instance = id.value();

@@ -250,7 +250,7 @@ TEST_CASE("a frame grows to the length that the link sends in a few milliseconds
     }
     CHECK(pace.payload_bytes() >= least);
     CHECK(pace.payload_bytes() <= most);
-    // A link that stalled is not slow for ever.
+    // A link that stalled does not stay slow.
     for (int frame = 0; frame < 2; ++frame) pace.measured(0, kSecond);  // the first ends what was begun before
     CHECK(pace.payload_bytes() == FramePace::kBytesMin);
     for (int frame = 0; frame < 2000; ++frame) pace.measured(pace.payload_bytes(), 8'000);

@@ -225,7 +225,7 @@ TEST_CASE("a relay between a network and a Unix socket gains nothing from either
     });
     CHECK_FALSE(client.done());
     CHECK_FALSE(server.done());
-    // Not even when he tells each side what it wants to hear: then the proof gives it away.
+    // Not even if he shows each side what it expects: then the proof gives it away.
     if (forged) CHECK(meeting.proof_at_server.code == ErrorCode::kAuth);
     if (!forged) CHECK(meeting.hello_at_server.code == ErrorCode::kProtocol);
     if (!forged) CHECK(meeting.hello_at_client.code == ErrorCode::kProtocol);  // and is told why

@@ -1,4 +1,4 @@
-// Pools of this process that meet over real sockets.
+// Pools of this process that connect over real sockets.
 #pragma once
 
 #include <unistd.h>

@@ -141,7 +141,7 @@ TEST_CASE("a route keeps its resources alive, and reports which media it reaches
   CHECK(keepalive.use_count() == 1);
 }
 
-// The peer is another process: what it is told of by a message, it sees.
+// The peer is another process: it sees what a message announces.
 TEST_CASE("shm writes into a peer process, which sees the bytes when it is told of them") {
   constexpr std::uint32_t kBlocks = 64;
   const std::vector<std::size_t> discrete{3000, 5000, 4384, 4000};

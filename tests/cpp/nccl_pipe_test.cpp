@@ -68,7 +68,7 @@ class OneThread {
   std::thread thread_;
 };
 
-// What it sends, the other side's route receiver is told, in order.
+// Its messages reach the other side's route receiver, in order.
 class QueueLink final : public SilentLink {
  public:
   void send(Message&& message) override {

@@ -1,4 +1,4 @@
-// Pools on fake GPUs that meet by the route nccl.
+// Pools on fake GPUs that are connected by the route nccl.
 #pragma once
 
 #include "fake_nccl.h"

@@ -110,7 +110,7 @@ TEST_CASE("nccl ranks: a meeting ends only after the content that was arriving i
     ranks.release();
     CHECK(soon([&] { return clear_b.calls == 1; }));
     CHECK_FALSE(clear_b.early);
-    // The two meet again, and it works.
+    // The two reconnect, and it works.
     ranks.a.channels.meet(meeting_of(kMeeting + 2, {ranks.b.metadata()}), in_seconds(60));
     const auto again = std::make_shared<Outcome>();
     give(ranks.a, kMeeting + 2, {{part(1, 0, kPiece)}, {ranks.a.at(3)}, {ranks.b.at(6)}}, again, 60);

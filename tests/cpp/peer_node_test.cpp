@@ -79,7 +79,7 @@ TEST_CASE("the service of a node ends before its pool frees its memory, whicheve
     CHECK(noted.closed == 1);
     CHECK(noted.stopped == 1);
     CHECK(noted.memory_there);
-    CHECK(soon([&] { return memory.expired(); }));  // the peer has it open until it hears of the end
+    CHECK(soon([&] { return memory.expired(); }));  // the peer has it open until it learns of the end
     CHECK(soon([&] { return peer.service.peers().empty(); }));
     CHECK(code_of([&] { service.receive(0); }) == ErrorCode::kClosed);
     node.close();

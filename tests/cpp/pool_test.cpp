@@ -338,7 +338,7 @@ TEST_CASE("adopted memory: states follow the engine's calls, and its blocks are 
           pool->adopt(ids, 2, again.data());
         }) == ErrorCode::kState);
 
-  // The engine may use its blocks again at any moment: no match may ever meet them.
+  // The engine may use its blocks again at any moment: no match may ever find them.
   const auto audited = pool->audit();
   CHECK(code_of([&] { insert(pool, prompt(1, 2), out); }) == ErrorCode::kState);
   CHECK(code_of([&] { pool->swap_out(2); }) == ErrorCode::kState);

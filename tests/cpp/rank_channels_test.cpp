@@ -1,4 +1,4 @@
-// Ranks of this process that meet over real sockets, with nothing above them.
+// Ranks of this process that connect over real sockets, with nothing above them.
 #include "kvpool/ranks/rank_channels.h"
 
 #include <doctest/doctest.h>

@@ -28,7 +28,7 @@ bool soon(Holds&& holds) {
   return holds();
 }
 
-// A pool on a GPU, and one with DRAM that takes long to register, which the GPU's has met.
+// A pool on a GPU, and one with DRAM that takes long to register, which is connected to the GPU's.
 struct LargePeer {
   LargePeer() {
     cuda.set("hold_register", kHeld);

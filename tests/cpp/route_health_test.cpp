@@ -137,7 +137,7 @@ TEST_CASE("threads may report failures and successes and read the cost at once")
 
 // ---- the choice
 
-// Costs so much, and fails when it is told to.
+// Has the given cost, and fails on request.
 class PricedRoute final : public Route {
  public:
   PricedRoute(const char* name, double us, bool suits = true) : name_(name), us_(us), suits_(suits) {}

@@ -23,7 +23,7 @@ constexpr std::int64_t kMs = 1'000'000;
 constexpr std::int64_t kSecond = 1000 * kMs;
 constexpr std::size_t kBlocks = 64;  // of each medium
 
-// Writes at once, and takes as long as it is told to.
+// Writes at once, and takes as long as the test says.
 class ModelRoute final : public Route {
  public:
   ModelRoute(SimClock& clock, const char* name, const MediaSpans& local, const MediaSpans& peer,

@@ -1,4 +1,4 @@
-// Pools of this process that meet over real sockets, and what tests do with them.
+// Pools of this process that connect over real sockets, and what tests do with them.
 #pragma once
 
 #include <doctest/doctest.h>

@@ -1,4 +1,4 @@
-// What peers that meet measure of the routes between them, over real sockets.
+// The routes that peers measure when they connect, over real sockets.
 #include <doctest/doctest.h>
 
 #include <atomic>

@@ -1,5 +1,5 @@
-// A service in a cluster: members are met when a verb names them, disconnected when they are reported dead, and a pool
-// without a lease keeps to itself.
+// A service in a cluster: members are connected when a verb names them, disconnected when they are reported dead, and a
+// pool without a lease keeps to itself.
 #include <doctest/doctest.h>
 
 #include <array>
@@ -50,7 +50,7 @@ void send_one(const Node& from, const Node& to, double seconds = 10) {
   to.pool->free(item->addresses.data(), item->addresses.size());
 }
 
-// Busy is what it hears; on a machine that is, the time may have passed before it heard anything.
+// The answer is Busy; on a busy machine the time may have passed before any answer came.
 bool is_let_in(const Node& caller, const std::string& where) {
   const auto code = code_of([&] { caller.service.connect(where, in_seconds(0.2)); });
   return code != ErrorCode::kBusy && code != ErrorCode::kDeadline;

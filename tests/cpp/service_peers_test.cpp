@@ -183,7 +183,7 @@ TEST_CASE("a caller whose peer calls at the same time waits for that connection,
   CHECK((b.admitted() == 1) == refuses);
 }
 
-// As a peer does that meets this side by its own call while it lets it in: the answer does not come any more.
+// As a peer does that connects to this side while it accepts it: the answer does not come any more.
 TEST_CASE("a connection that ends before the peer has answered is tried again") {
   Node a = make_node("a", {"sock"});
   RawPeer b("b", 77);

@@ -66,7 +66,7 @@ TEST_CASE("a peer that lives on leaves nothing in quarantine") {
     b.service().disconnect("a");
     CHECK(all_free_soon(a));
     CHECK(all_free_soon(b));
-    CHECK(b.connect(a) == "a");  // they may meet again
+    CHECK(b.connect(a) == "a");  // they may connect again
   }
 }
 

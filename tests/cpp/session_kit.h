@@ -1,4 +1,4 @@
-// A session whose peer is a script: a real pool, a link that notes what is sent, a host that does what it is told and
+// A session whose peer is a script: a real pool, a link that notes what is sent, a host that follows the test and
 // when, and a clock that a test moves.
 #pragma once
 

@@ -1,4 +1,4 @@
-// A link to no peer, for tests that hear what is sent and answer themselves.
+// A link without a peer, for tests that see what is sent and answer themselves.
 #pragma once
 
 #include <sys/uio.h>

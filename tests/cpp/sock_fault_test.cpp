@@ -107,7 +107,7 @@ TEST_CASE("a link: every flipped bit on a TCP connection is detected, and closes
       REQUIRE(soon([&] { return victim.end.handler->closed_count() == 1; }));
       const auto& handler = *victim.end.handler;
       REQUIRE(handler.placed.size() == handler.data_ids.size());
-      // What was handed over is what was sent; a payload that is not is told to be damaged.
+      // Payloads that are handed over are as they were sent, or are reported as damaged.
       for (const Message& message : handler.messages) {
         CHECK(message.body == some_bytes(message.kind == FrameKind::kCall ? 20 : 50));
       }

@@ -1,4 +1,4 @@
-// Links between two ends of one socket pair, and a handler that writes down what it is told.
+// Links between two ends of one socket pair, and a handler that records its calls.
 #pragma once
 
 #include <dirent.h>
@@ -157,7 +157,7 @@ class Recorder : public LinkHandler {
   bool over_ = false;
 };
 
-// Admits every side that sends a metadata frame: for links that meet without an endpoint.
+// Admits every side that sends a metadata frame: for links without an endpoint.
 class Admitting : public LinkMeeting {
  public:
   explicit Admitting(std::shared_ptr<LinkHandler> handler) : handler_(std::move(handler)) {}

@@ -187,7 +187,7 @@ Bytes read_and_write(std::uint32_t kind, const Bytes& bytes) {
 }
 constexpr std::uint32_t kBodyKinds = 7;
 
-// Gives bytes to one side, in pieces, and says how it ended. What it says in answer is short, whatever it hears.
+// Gives bytes to one side, in pieces, and returns how it ended. Its answer is short, whatever it receives.
 void feed(Dice& dice, Handshake& side, const Bytes& bytes, Bytes& out) {
   for (std::size_t at = 0; at < bytes.size() && !side.done();) {
     const std::size_t piece = std::min<std::size_t>(1 + dice.below(60), bytes.size() - at);
@@ -329,7 +329,7 @@ TEST_CASE("a handshake that was changed on the way gives neither side the other'
           feed(dice, client, to_client, to_server);
         }
       });
-      REQUIRE_FALSE((differs && client.done()));  // the client hears the last word, and only the true one
+      REQUIRE_FALSE((differs && client.done()));  // the client gets the last message, and accepts only the true one
       REQUIRE_FALSE((client.done() && !server.done()));
       if (client.done()) {
         REQUIRE(client.keys().send == server.keys().receive);

@@ -14,7 +14,7 @@ from lost_verbs import VERBS
 
 CUDA_TESTS = Path(__file__).resolve().parents[1] / "python" / "cuda"
 
-# The driver compiles it. The fake has no kernels, and is told.
+# The driver compiles it. The fake has no kernels, and only records the loss.
 LOSE = '''
 PTX = b""".version 7.0
 .target sm_80

@@ -52,7 +52,7 @@ def test_swap_follows_the_work_of_a_torch_stream(pool, named):
 
 
 def test_the_cuda_array_interface_gives_a_torch_tensor_of_the_same_memory(pool):
-    """What it says of streams: none to wait for; torch orders what it is told by its own."""
+    """It names no stream to wait for; torch orders its work by its own streams."""
     tensor = torch.as_tensor(pool.tensor(HBM), device="cuda:0")  # bfloat16 has no name there: 16-bit integers
     shared = torch.from_dlpack(pool.tensor(HBM))
     assert tensor.data_ptr() == shared.data_ptr()

@@ -72,7 +72,7 @@ def made_up(setting, sessions, *, on_answer=None, kill=(), lease_s=3.0, ttft_s=0
 
 
 def killed(at, victim, setting):
-    """What happens when an instance is killed: the others are told, and go on; it comes back and serves."""
+    """The events of a kill: the others are informed, and go on; the instance comes back and serves."""
     others = [name for name in setting.instances if name != victim]
     return [
         Event(at, victim, "killed"),

@@ -304,7 +304,7 @@ def test_sending_back_to_a_stopped_instance_does_not_stop_decoding() -> None:
         assert len(await read(long, 3)) == 3
         got = await read(short, 3)
         async with stopped(dispatcher, "prefill-0"):
-            got += await read(short, new_tokens - 3)  # the last one is told before they are sent back
+            got += await read(short, new_tokens - 3)  # the last one is reported before they are sent back
             before = len(long._request.tokens)
             until = time.monotonic() + GENEROUS_S
             while len(long._request.tokens) < before + 5:

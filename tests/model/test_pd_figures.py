@@ -134,7 +134,7 @@ def test_after_a_kill_every_other_instance_is_told_and_goes_on():
         (2.0, "prefill-0", "killed"),
         (2.05, "decode-1", "went_on", "", 1.0),  # on what it has: it does not know yet
         (2.1, "decode-0", "noticed", "prefill-0"),
-        (2.2, "prefill-1", "went_on", "", 1.5),  # it has never met the one that was killed
+        (2.2, "prefill-1", "went_on", "", 1.5),  # it was never connected to the killed one
         (2.4, "decode-1", "noticed", "prefill-0"),
         (2.5, "decode-1", "went_on", "", 1.0),
         (2.8, "decode-0", "went_on", "", 1.0),

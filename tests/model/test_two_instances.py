@@ -72,7 +72,7 @@ def wait_for(holds: Callable[[], bool], seconds: float = 90) -> None:
         time.sleep(0.02)
 
 
-# Each run kills both instances and starts them again. One is told as figures, by TCP, and one as a person reads it.
+# Each run kills both instances and starts them again. One prints figures, over TCP, and one prints text for people.
 @pytest.mark.parametrize("arguments", [("--tcp",), *([()] if LONG else [])], ids=["tcp", *(["unix"] if LONG else [])])
 def test_all_promises_are_kept(demo: Demo, arguments: tuple[str, ...]) -> None:
     run = demo.start("--json", "--requests", "2", *arguments)

@@ -44,13 +44,13 @@ attachment.instance
 
 
 class Home:
-    """The survivor: a member of this process, what it has heard, and what it has been sent."""
+    """The survivor: a member of this process, its events, and the items that it has received."""
 
     def __init__(self, place: Place, link_lease: float, **options: Any) -> None:
         self.place = place
         self.options: dict[str, Any] = {"lease_s": link_lease, "routes": ("shm",)} | options
         self.cluster = place.join(lease=CLUSTER_LEASE)
-        if not self.cluster.secret:  # etcd keeps none, and its pools meet over TCP
+        if not self.cluster.secret:  # etcd keeps none, and its pools connect over TCP
             self.options["secret"] = SECRET
         self.pool = big_pool(**self.options)
         self.attachment = self.pool.attach(self.cluster, name="survivor")
@@ -59,7 +59,7 @@ class Home:
 
     @contextlib.contextmanager
     def member(self, nursery: Nursery, name: str = "victim") -> Iterator[Victim]:
-        """One in another process, which this one has heard of."""
+        """A member in another process, which this one knows."""
         with nursery.victim() as victim:
             instance = victim(JOIN, url=self.place.url, lease=CLUSTER_LEASE, options=self.options, name=name)
             eventually(lambda: any(one.instance == instance for one in self.cluster.members()))

@@ -42,7 +42,7 @@ def far_nursery() -> Iterator[Nursery]:
 
 
 class Survivor:
-    """A pool of this process that lives through everything, and how a victim meets it by one route."""
+    """A pool of this process that lives through everything, and how a victim connects to it by one route."""
 
     def __init__(self, route: str, **settings: Any) -> None:
         self.route = route_or_skip(route)

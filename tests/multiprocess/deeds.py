@@ -218,7 +218,7 @@ def await_no_peers(pool: kvpool.Pool) -> None:
 
 
 def send_and_come_back(pool: kvpool.Pool, where: str, tell: Callable[[str], None], seed: int, first: int) -> None:
-    """Sends for ever, and calls again whenever the peer is lost; tells each time that it is back."""
+    """Sends forever, and reconnects whenever the peer is lost; reports each time that it is back."""
     dice = random.Random(seed)
     addrs = pool.alloc(24)
     number = first

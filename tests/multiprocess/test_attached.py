@@ -24,7 +24,7 @@ __all__ = ["near_nursery"]
 
 KILLS = 300 if LONG else 6  # a role
 STOPS = 60 if LONG else 2
-MET_AGAIN_SECONDS = 60.0  # generous: a member that was restarted is met at once
+MET_AGAIN_SECONDS = 60.0  # generous: a restarted member is reconnected at once
 
 
 @pytest.fixture

@@ -60,7 +60,7 @@ def ids_given(place: LocalPlace) -> int:
 
 
 def test_the_first_member_of_a_local_cluster_is_killed_at_any_moment(near_nursery, request):
-    """Whatever it has left, the next ones meet: with its secret, where it told one, and with ids that it never had."""
+    """Whatever it has left, the next members find each other: with its secret, if any, and with new ids."""
     dice = random.Random(seed_of(request))
     began = entered = 0
     for life in range(KILLS):
@@ -87,7 +87,7 @@ def test_the_first_member_of_a_local_cluster_is_killed_at_any_moment(near_nurser
 
 
 def test_etcd_is_killed_at_any_moment_and_comes_back_with_its_data_or_empty(own, own_etcd, near_nursery, request):
-    """No transfer fails, nobody is told that a lease was lost, and all are members again with the ids that they had."""
+    """No transfer fails, no lease is reported lost, and all are members again with their earlier ids."""
     dice = random.Random(seed_of(request))
     with home_of(own, LINK_LEASE) as home, home.member(near_nursery) as victim:
         send_by_name(home.pool, "victim")

@@ -69,7 +69,7 @@ def test_an_application_that_never_receives_makes_its_peers_wait_not_fail(route,
         assert victim("pool.audit().hbm.active, blocks_at_peers(pool)") == (10, 0)
         assert victim("item = pool.inbox.receive(60)\nwith item: said = item.private\nsaid") == b"0"
         pool.transfer("victim", addrs, private=b"5").wait()
-        # The application is told after the sender: what was sent last may not be there yet.
+        # The application gets an item after the sender's confirmation: the last one may not be there yet.
         said = victim(
             "said = []\nfor _ in range(5):\n    with pool.inbox.receive(60) as item: said.append(item.private)\nsaid"
         )
@@ -193,7 +193,7 @@ def test_a_thousand_transfers_at_once_all_end(route, nursery):
         handles = [pool.transfer("b", addrs[i : i + 1], private=b"%d" % i) for i in range(count)]
         there = [int(handle.wait(60).addrs[0]) for handle in handles]
         assert victim("content(pool, there)", there=there) == sent
-        # The application is told after the sender: what was sent last may not be there yet.
+        # The application gets an item after the sender's confirmation: the last one may not be there yet.
         said = victim(
             "said = []\nfor _ in range(count):\n"
             "    with pool.inbox.receive(60) as item: said.append(int(item.private))\nsaid",
@@ -212,7 +212,7 @@ def test_a_thousand_transfers_at_once_all_end(route, nursery):
 @pytest.mark.parametrize("who", ["sender", "receiver"])
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_pool_may_be_closed_at_any_moment(route, who, nursery, request):
-    """The other one is told, and keeps nothing of it."""
+    """The other one is informed, and keeps nothing of it."""
     dice = random.Random(seed_of(request))
     with survivor_of(route, nursery, lease_s=LEASE) as survivor, reading(survivor.pool) as reader:
         pool = survivor.pool

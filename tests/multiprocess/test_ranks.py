@@ -102,7 +102,7 @@ class Crew:
     def meeting(
         cls, stack: contextlib.ExitStack, nursery: Nursery, one: bool, settings: dict[str, Any], where: str
     ) -> Crew:
-        """One that has met the survivor, and sends to it. Another one, should it have drawn the survivor's number."""
+        """A victim that is connected to the survivor and sends to it; another one if it drew the survivor's number."""
         while True:
             crew = cls(stack, nursery, one, settings)
             try:
@@ -228,7 +228,7 @@ def test_a_killed_process_leaves_no_wrong_byte_and_leaks_no_block(
                 (dice.choice(crew.ranks) if role == "rank" else crew.scheduler).kill()
                 eventually(lambda: instance.pool.peers.list() == [])
                 assert left(instance.pool) == []
-                # Those that were not killed hear of it, and end by themselves.
+                # The surviving ones learn of it, and end by themselves.
                 for victim in crew.ranks:
                     if role == "scheduler":
                         victim.wait()

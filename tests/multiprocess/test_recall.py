@@ -182,7 +182,7 @@ def test_an_owner_that_dies_in_a_recall_ends_its_loans(route, end, borrower):
         with pytest.raises(kvpool.PeerLost):
             pair.a.transfer(pair.to_b, pair.a.alloc(1), to=lent[:1])
         pair.a.audit()
-        if end == signal.SIGSTOP:  # what was lent is its own again: by shm, when they have met
+        if end == signal.SIGSTOP:  # it owns the lent blocks again: by shm, once they have reconnected
             borrower.kill(signal.SIGCONT)
             eventually(lambda: pair.b("pool.peers.list()") == [])
             pair.b("pool.peers.connect(where, timeout=60)", where=pair.a.peers.listen(address_of(route)))

@@ -208,7 +208,7 @@ def test_a_peer_that_does_not_fit_is_told_why_and_nothing_is_left(changes, error
 
 
 def test_bytes_that_change_on_the_way_are_never_delivered(far_nursery, request):
-    """Over a network every byte is authenticated: the connection ends, and both meet again."""
+    """Over a network every byte is authenticated: the connection ends, and both reconnect."""
     dice = random.Random(seed_of(request))
     with (
         survivor_of("sock-tcp", far_nursery) as survivor,

@@ -33,7 +33,7 @@ _STATUS_BYTES = 16
 
 
 class ForkedProcess:
-    """As a subprocess.Popen: it is not this process's child, so its end is told by its parent."""
+    """As a subprocess.Popen: it is not this process's child, so its parent reports its end."""
 
     def __init__(self, pid: int, pidfd: int, status: int) -> None:
         self.pid = pid
@@ -167,7 +167,7 @@ def begin(number: int) -> str:
     signal.set_wakeup_fd(told)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     interrupts = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
-    living: dict[int, int] = {}  # where the end of each is told
+    living: dict[int, int] = {}  # where the end of each is reported
     orders = socket.socket(fileno=number)
     while True:
         ready, *_ = select.select([orders, heard], [], [])

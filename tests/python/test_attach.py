@@ -265,7 +265,7 @@ def test_a_member_that_is_listed_again_is_not_disconnected_for_an_earlier_loss(u
 
 
 def test_a_caller_that_sees_a_member_may_name_it(url, monkeypatch):
-    """The thread that hears of changes may be late: the book does not wait for it."""
+    """The thread that receives changes may be late: the book does not wait for it."""
     monkeypatch.setattr(Attachment, "_on_change", lambda self, event: None)
     with member(url, "a") as (a, cluster, _), member(url, "b") as (b, *_):
         cluster.wait_for(n=2, timeout=60)
@@ -282,7 +282,7 @@ def test_peers_that_disconnected_before_a_loss_reconnect_when_the_lease_is_back(
         a.transfer("b", a.alloc(1)).wait()
         eventually(lambda: "b" in a._attachment._members._met)
         for _ in range(2):
-            b._expel(a._incarnation(), "its lease has run out")  # b hears first
+            b._expel(a._incarnation(), "its lease has run out")  # b learns it first
             eventually(lambda: a.peers.list() == [] == b.peers.list())
             b._attachment._members.pass_again()
             a._attachment._on_lease("lost")

@@ -1,4 +1,4 @@
-"""What may not wait for ever: closing a cluster, or a pool's membership, from the middle of anything.
+"""Calls that must not wait forever: closing a cluster, or a pool's membership, from the middle of anything.
 
 The garbage collector runs finalizers, and the interpreter handlers of signals, in whatever thread, while that has
 locks. Here the same calls are made just there.
@@ -121,7 +121,7 @@ def test_a_finalizer_in_a_thread_that_holds_the_table_of_members_does_not_wait(u
 
         table._lock = Interrupted(wanted, happens)
         with join(url) as other:
-            other.register(name="b", role="both", incarnation=8)  # of which the members' thread hears
+            other.register(name="b", role="both", incarnation=8)  # which the members' thread receives
             eventually(lambda: once.took)
             assert once.took < HUNG
             eventually(lambda: "a" not in names(watching))

@@ -156,7 +156,7 @@ def test_the_summary_fails_when_a_test_case_was_in_no_part(reports, said):
     assert "cpp-tsan" in errors
 
 
-# A program in place of kvpool_tests: it says which part it is, and does what is told.
+# A program in place of kvpool_tests: it says which part it is, and follows the test.
 PROGRAM = """#!/bin/sh
 echo "shard $KVPOOL_SHARD"
 {}

@@ -1,4 +1,4 @@
-"""Nothing that comes from outside is ever run, and nothing listens beyond this machine unless it is told to.
+"""Nothing that comes from outside is ever run, and nothing listens beyond this machine unless asked to.
 
 Other systems were taken over by unpickling what a peer had sent, and by services that listened on every interface. So
 the package has none of the means: this reads its source. What is planted below must be found.

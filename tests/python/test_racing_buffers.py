@@ -28,7 +28,7 @@ class Changing:
         if self.writer == 0:
             self.write(os.getppid())
     def write(self, reader):
-        pauses = np.random.default_rng(1).integers(0, N // 2, 1000).tolist()  # so that a call meets any moment
+        pauses = np.random.default_rng(1).integers(0, N // 2, 1000).tolist()  # so that a call may fall into any moment
         while os.getppid() == reader:
             for pause in pauses:
                 for value in self.values:

@@ -6,7 +6,7 @@
 // waits a little before it begins: two streams without a requested order run in any order. Addresses and contexts
 // that are wrong are refused as the driver refuses them; work whose memory went before it ran ends the context, as on a
 // GPU (CUDA_ERROR_ILLEGAL_ADDRESS). A stream that is captured (cuStreamBeginCapture) pulls in those that wait for its
-// events, and what they are told to copy is not copied.
+// events, and their copies are not made.
 //
 // It is at least as strict as the driver:
 //   - A stream or an event that was never made, or was destroyed, ends the process with a message: the driver does not

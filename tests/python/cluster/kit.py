@@ -49,7 +49,7 @@ class Events:
         return [event.kind for event in list(self.all) if event.member.name == name]
 
     def wait(self, name: str, *kinds: str, seconds: float = 60) -> None:
-        """Until these were told of a member, in this order, whatever was told besides."""
+        """Waits for these events of a member, in this order, with any others in between."""
 
         def there() -> bool:
             told = iter(self.of(name))
@@ -62,7 +62,7 @@ class Events:
 
 
 class MemberProcess:
-    """A member in a separate process. `words`: what it has heard of its lease."""
+    """A member in a separate process. `words`: the events of its lease."""
 
     def __init__(self, url: str, name: str, options: dict[str, Any], **fields: Any) -> None:
         self.incarnation = next(_incarnations)
@@ -108,7 +108,7 @@ class MemberProcess:
 
 
 class Place(ABC):
-    """Where the members of one test meet."""
+    """The cluster of one test."""
 
     url: str
 

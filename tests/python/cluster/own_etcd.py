@@ -22,7 +22,7 @@ def own_etcd(tmp_path: Path) -> Iterator[EtcdServer]:
 
 @pytest.fixture
 def own(own_etcd: EtcdServer) -> Iterator[EtcdPlace]:
-    """Where members meet by it."""
+    """The URL of a cluster in it."""
     one = EtcdPlace(own_etcd)
     yield one
     one.close()

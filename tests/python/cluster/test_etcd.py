@@ -47,7 +47,7 @@ def test_an_etcd_that_is_down_for_two_leases_loses_no_member(own, own_etcd):
     assert events.of("a") == ["joined"]
     assert words == []
     assert member.words == []
-    member.kill()  # and what happens now is told
+    member.kill()  # and what happens now is reported
     events.wait("a", "joined", "lost")
 
 
@@ -127,7 +127,7 @@ def test_a_watch_whose_history_was_compacted_reads_everything_again(own, own_etc
     second = own.register(own.join(), "b")
     events.wait("b", "joined")
     watcher = router._directory.watcher
-    watcher._revision = 1  # as if it had heard nothing since
+    watcher._revision = 1  # as if it had received nothing since
     for number in range(3):
         first.publish(load=kvpool.Load(requests=number + 1))
         wait_for(lambda number=number: router.members()[0].load.requests == number + 1)

@@ -10,7 +10,7 @@ from kvpool.cluster.etcd.keys import Keys
 
 
 class CutOff:
-    """A member that hears nothing of its lease until it is `back`."""
+    """A member that learns nothing of its lease until it is `back`."""
 
     def __init__(self, registration, monkeypatch) -> None:
         self.words = []

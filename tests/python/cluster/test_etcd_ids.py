@@ -80,7 +80,7 @@ def test_live_members_repair_the_counter_and_newcomers_get_higher_ids(etcd, keys
 @pytest.mark.parametrize("content", [b"garbage", b'{"given": 1e99, "birth": "x"}'])
 def test_newcomers_are_refused_if_no_member_can_repair_the_counter(etcd, keys, content, capsys):
     """They are told which key holds what, and the command that repairs it."""
-    keys.put("instances/7", Holder(99, 7).to_bytes())  # of one that cannot be heard
+    keys.put("instances/7", Holder(99, 7).to_bytes())  # of one that is silent
     keys.put("ids", content)
     for error in register_at_once(etcd, "a", "b"):
         assert isinstance(error, kvpool.StateError)

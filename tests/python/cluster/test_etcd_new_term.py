@@ -1,4 +1,4 @@
-"""A member that begins a new term calls its peers at once, before they may have heard of the term."""
+"""A member that begins a new term connects to its peers at once, before they may know of the term."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_peer_that_has_not_noticed_the_new_term_does_not_end_it(place, monkeyp
         dropped._meet("b", 30.0)
         wait_for(lambda: of_dropped._members.peers_to_reconnect() == ["b"])
         of_peer._members.remember_peers()
-        # The peer drops the member, and is slow to hear that it is back.
+        # The peer drops the member, and learns late that it is back.
         monkeypatch.setattr(of_peer._members, "_pass", lambda: None)
         peer._expel(of_dropped._incarnation, "the test has given it up")
         key = Keys(place.prefix).dropped(of_dropped._incarnation)

@@ -43,7 +43,7 @@ class Links:
 
 
 class FakeEtcd:
-    """The gateway: takes down what was dropped, unless the member is back or it is told to fail."""
+    """The gateway: records which members were dropped, unless the member is back or it has to fail."""
 
     def __init__(self) -> None:
         self.dropped: list[str] = []

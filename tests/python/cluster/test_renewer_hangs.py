@@ -134,7 +134,7 @@ def test_an_etcd_that_does_not_answer_is_not_taken_for_a_hanging_renewer(own, ow
     wait_for(lambda: not reg.lease_valid())
     failed = reg.renewals_failed
     wait_for(lambda: reg.renewals_failed > failed + 8)  # which takes a lease, and more
-    wait_for(lambda: renewer.silent_s() == 0.0)  # one that hangs is late for ever
+    wait_for(lambda: renewer.silent_s() == 0.0)  # a hanging one stays late
     assert not reg.lapsed()
     assert words == []
 

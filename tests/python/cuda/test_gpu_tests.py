@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[3]
 LINE = "=" * 79
 NAMES = ["a copy is right", "a kernel, that never ends", "a test that dies", "a test that is wrong", "the last"]
 
-# As a program of doctest answers; what a test does is told by its name.
+# Answers as a doctest program; the name of a test says what it does.
 PROGRAM = f"""\
 #!{sys.executable}
 import os, signal, sys, time

@@ -1,4 +1,4 @@
-"""A GPU that is lost or reset: a typed error from every verb, an end of everything, and peers that are told."""
+"""A GPU that is lost or reset: a typed error from every verb, an end of everything, and peers that are informed."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def crews(
     library: Path, a: tuple[ParallelConfig | None, list[str]], b: tuple[ParallelConfig | None, list[str]],
     adopts: bool = False, **settings: Any,
 ) -> Iterator[tuple[Crew, Crew]]:  # fmt: skip
-    """Two instances that have met."""
+    """Two connected instances."""
     children: list[Child] = []
     made: list[Crew] = []
 

@@ -62,7 +62,7 @@ class Router:
         self.held = {}
 
     def wait_until_subscribed(self, pool):
-        """A subscription takes effect some time after it was made: what is published before is not heard."""
+        """A subscription takes effect some time after it was made: what is published before does not arrive."""
         give_up = time.monotonic() + DEADLINE
         number = 1000
         while not self.socket.poll(20):

@@ -100,7 +100,7 @@ def test_a_subscriber_may_start_first(pool, tmp_path, monkeypatch):
     endpoint, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
     store(pool, prompt(3))
     with EventSubscriber(index, 1, endpoint, replay, **QUICK) as subscriber:
-        for timeout in (0.1, None):  # None is the default, and not for ever
+        for timeout in (0.1, None):  # None is the default, and not forever
             with pytest.raises(kvpool.DeadlineExceeded, match=r"instance 1 .* in 0\.1 s"):
                 subscriber.wait_synced(timeout)
         with quick(pool, endpoint=endpoint, replay_endpoint=replay):

@@ -89,7 +89,7 @@ class Follow(RuleBasedStateMachine):
 
     @rule()
     def join_again(self):
-        """A whole picture in the middle of the story, which is told again after it."""
+        """A snapshot in the middle of the events, which are repeated after it."""
         with self.pool.subscribe(include_cached=True) as everything:
             self.picture.apply([AllBlocksCleared()])
             self.take(everything.drain())
@@ -230,7 +230,7 @@ def test_events_can_fill_the_routers_own_tree():
 
 @given(st.integers(1, 40), st.integers(0, 39))
 def test_batches_are_whole_and_bounded(blocks, first):
-    """Every block is told once, in order, whatever the pieces are."""
+    """Every block is reported once, in order, whatever the pieces are."""
     first = min(first, blocks - 1)
     size = 4096  # so that four blocks are a batch
     addrs = np.array([(1 << 47) + n if n % 7 else (2 << 47) + n for n in range(first, blocks)], np.uint64)

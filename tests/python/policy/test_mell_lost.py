@@ -45,7 +45,7 @@ class Service:
             self.growths.pop(request, None)
             if request in self.sizes:
                 self.sizes[request] = self.monitor.waiting[request]  # growth that is planned counts
-            else:  # the monitor has not heard yet that it has ended
+            else:  # the monitor does not know yet that it has ended
                 del self.monitor.waiting[request]
         self.active.discard(gpu)
         self.lost.add(gpu)

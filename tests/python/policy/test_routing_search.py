@@ -52,7 +52,7 @@ class OfAll:
 
 
 class Both:
-    """Two schedulers that are told the same."""
+    """Two schedulers with the same input."""
 
     def __init__(self, policy, balance, instances, kinds, capacities, models):
         self.now = 4096.0

@@ -178,7 +178,7 @@ def test_requests_sent_before_an_ejection_say_nothing_of_a_returned_instance():
     assert instance.breaker.state.value == "trial"
     with old[1]:
         assert old[1].instance_fell
-        old[1].broken()  # heard of late
+        old[1].broken()  # reported late
     assert instance.breaker.state.value == "trial"
     with fleet.lease(prompt(9)) as trial:
         with pytest.raises(Refusal):  # one at a time

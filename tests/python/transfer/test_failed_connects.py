@@ -117,7 +117,7 @@ def test_a_first_call_that_is_interrupted_while_it_makes_the_service_leaves_no_t
     class Interrupted(kvpool.Pool):
         def _start_service(self, *args: Any, **options: Any) -> list[str]:
             super()._start_service(*args, **options)
-            raise KeyboardInterrupt  # as Python hears Ctrl-C: when a long call of the core returns
+            raise KeyboardInterrupt  # as Python notices Ctrl-C: when a long call of the core returns
 
     with Interrupted(small_layout(), hbm_blocks=2) as pool:
         for call in (pool.peers.listen, pool.peers.connect):

@@ -1,4 +1,4 @@
-"""Two pools meet."""
+"""Two pools connect."""
 
 from __future__ import annotations
 

@@ -258,7 +258,7 @@ def test_instances_disconnect_and_reconnect(instances: Any, pair: Any) -> None:
 
 
 def dropped(pool: kvpool.Pool) -> bool:
-    """Lets go of what has come. The application is told after the sender: it may still be on its way."""
+    """Closes the items that have come. The sender is confirmed first: items may still be on their way."""
     while item := pool.inbox.receive(0):
         item.close()
     return pool.stats().hbm.active == 0

@@ -1,4 +1,4 @@
-"""Logical instances: what a newcomer is told, and what is left when a rank or its scheduler closes at any moment."""
+"""Logical instances: the errors of newcomers, and what is left when a rank or its scheduler closes at any moment."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def join(ticket: str, **settings: Any) -> RankArena:
     return RankArena.join(ticket, **SETTINGS | settings)
 
 
-# ---- what a newcomer is told
+# ---- the errors of newcomers
 
 
 def test_an_instance_without_its_ranks_says_so(scheduler: kvpool.Pool) -> None:
@@ -209,7 +209,7 @@ def test_ranks_that_share_no_route_with_a_peer_say_so(instances: Any) -> None:
 
 
 def work(one: Instance, addrs: Any, other: str, over: threading.Event, told: list[BaseException]) -> None:
-    """Sends these blocks until it is told not to, or why it cannot."""
+    """Sends these blocks until the test ends that, or an error does, which goes into `told`."""
     try:
         while not over.is_set():
             with contextlib.suppress(kvpool.OutOfBlocks, kvpool.Busy):

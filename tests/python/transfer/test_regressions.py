@@ -133,7 +133,7 @@ def test_a_forked_child_leaves_transfers_and_callbacks_alone(route):
             assert os.waitpid(child, 0)[1] == 0
             began = time.process_time()
             time.sleep(0.5)
-            assert time.process_time() - began < 0.1  # nothing was woken for ever
+            assert time.process_time() - began < 0.1  # no thread was woken endlessly
             for layer in range(pair.a.kv_layout.layers):
                 stream.send_layer(layer)
             stream.finish().wait(60)

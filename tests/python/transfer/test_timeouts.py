@@ -1,4 +1,4 @@
-"""A timeout of None is the setting timeout_s in every verb that takes one, and no verb waits for ever."""
+"""A timeout of None is the setting timeout_s in every verb that takes one, and no verb waits forever."""
 
 from __future__ import annotations
 
