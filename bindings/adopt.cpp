@@ -207,7 +207,7 @@ void append_segments(const TensorView& view, std::size_t position, std::size_t b
   }
 }
 
-// Keeps Python objects from C++ threads: lets go of them under the GIL, or, when the interpreter is gone, not at all.
+// Keeps Python objects for C++ threads: releases them under the GIL, or, when the interpreter is gone, not at all.
 std::shared_ptr<void> keep(py::object object) {
   return {new py::object(std::move(object)), [](void* pointer) {
             if (Py_IsInitialized() == 0) return;

@@ -100,7 +100,7 @@ Attributes:
     private: The sender's bytes.
     closed: Whether it is closed, or was taken.)")
       .def_property_readonly(
-          "peer", [](const ReceivedItem& self) { return self.item().peer; }, "Who sent it.")
+          "peer", [](const ReceivedItem& self) { return self.item().peer; }, "The name of the sender.")
       .def_property_readonly("addrs", &addresses, "uint64 array of addresses, in the sender's order.")
       .def_property_readonly(
           "inserted", [](const ReceivedItem& self) { return self.item().inserted; },

@@ -69,7 +69,7 @@ class Settings:
             back at the transfer's deadline or after this time, whichever is earlier, and when the peer is lost.
         transfer_threads: Threads for large writes, which serve the peers in turn.
         trusted_network: Frames on TCP carry a checksum instead of a message authentication code, if the peer sets this
-            as well. For networks in which nobody else can send or change packets; not for the loopback of a
+            as well. For networks on which no other party can send or change packets; not for the loopback of a
             machine with other users.
         prefer_unix_socket: A peer on this host that was addressed by TCP is connected over a Unix socket instead, so
             that memory can be shared. If that socket refuses the connection, connect fails. False on either side

@@ -176,7 +176,7 @@ class Pool(NetworkedPool):
         """Ends the pool: every verb raises ClosedError from now on. Views of the memory stay valid. Idempotent.
 
         Leaves its cluster first, if it is in one. Called from a callback of a pool or a cluster, or from a finalizer
-        that the garbage collector runs, it only schedules the leave. Peers are told; transfers in progress end with
+        that the garbage collector runs, it only schedules the leave. Peers are informed; transfers in progress end with
         ClosedError here and PeerLost there. The memory is freed with its last view, except for two kinds:
 
         - Memory to whose addresses a peer may still write (cma, ucx; a process that was stopped in a write) is kept

@@ -107,7 +107,7 @@ TEST_CASE("the destinations of a fetch return to the caller only when the owner 
     kit.session->on_placed(placement.token, true);
     CHECK(kit.count(BlockState::kFree) == 16);
   }
-  SUBCASE("done, it says, while this process places a frame of it") {
+  SUBCASE("reported done while this process still writes a frame of it") {
     const Placement placement = kit.data(id, {request.to[1]});
     REQUIRE(!placement.pieces.empty());
     SUBCASE("done") { kit.reply(kFetchVerb, id); }
@@ -202,7 +202,7 @@ TEST_CASE("a fetch that a peer asks for is pushed or refused, and its blocks are
     kit.ask(kFetchVerb, id, write_body(body), 100);
     CHECK(kit.refusal() == ErrorCode::kStaleAddress);
   }
-  SUBCASE("into what the peer has not") {
+  SUBCASE("into blocks that the peer does not have") {
     body.to[1] = make_address(kPeerInstance, Medium::kHbm, 1, kPeerBlocks);
     kit.ask(kFetchVerb, id, write_body(body), 100);
     CHECK(kit.refusal() == ErrorCode::kProtocol);

@@ -111,7 +111,7 @@ TEST_CASE("a transfer that ends in another way is not cancelled, and says so") {
   const auto transfer = kit.session->transfer(request_for(kit, 1));
   const std::uint64_t id = kit.link->take().id;
   kit.reply(kReserveVerb, id, reserved(SessionKit::peer_addresses(1)));
-  SUBCASE("the receiver was told that all is written") {
+  SUBCASE("the receiver knows that all is written") {
     kit.host.end_write();
     CHECK(kit.link->take().verb == kCompleteVerb.number);
     CHECK_FALSE(transfer->cancel());

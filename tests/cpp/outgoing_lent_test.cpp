@@ -211,7 +211,7 @@ TEST_CASE("a peer that lends blocks that it does not have, or too many or too fe
   SUBCASE("twice the same") { lent[1] = lent[0]; }
   SUBCASE("one too many") { lent.push_back(lent[0] + 1); }
   SUBCASE("a block that is not there") { lent[1] = make_address(kPeerInstance, Medium::kHbm, 1, kPeerBlocks); }
-  SUBCASE("somebody else's") { lent[1] = make_address(kPeerInstance + 1, Medium::kHbm, 1, 1); }
+  SUBCASE("another peer's") { lent[1] = make_address(kPeerInstance + 1, Medium::kHbm, 1, 1); }
   kit.link->meanwhile = [&](std::int64_t) { kit.reply_next(kLendVerb, write_addresses(lent)); };
   CHECK(code_of([&] { kit.session->borrow(2, Medium::kHbm, true, kit.host.now + kMs); }) == ErrorCode::kProtocol);
   CHECK(kit.link->closed);

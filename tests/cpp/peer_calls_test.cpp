@@ -108,7 +108,7 @@ TEST_CASE("a handler that throws refuses the call, unless it has read what no po
     CHECK(code_of([&] { kit.ask(kEcho, kId); }) == ErrorCode::kProtocol);
     CHECK(kit.link->sent.empty());
   }
-  SUBCASE("too long a request, which it is not shown") {
+  SUBCASE("a request that is too long, which it does not see") {
     CHECK(code_of([&] { kit.ask(kEcho, kId, bytes_of(kEcho.request_bytes_max + 1)); }) == ErrorCode::kProtocol);
     CHECK(kit.calls.empty());
     CHECK_NOTHROW(kit.ask(kEcho, kId, bytes_of(kEcho.request_bytes_max)));
@@ -230,7 +230,7 @@ TEST_CASE("a call that was begun ends once: answered, refused, too late or lost"
     kit.refuse(kEcho, kId, Error(ErrorCode::kState, "no"));
     CHECK(outcome.code == ErrorCode::kState);
   }
-  SUBCASE("too late: the peer hears that nobody waits") {
+  SUBCASE("too late: the peer is told that no one waits") {
     CHECK(kit.session->tick(kit.host.now + 9 * kMs) == kit.host.now + 10 * kMs);
     CHECK(outcome.ends == 0);
     kit.session->tick(kit.host.now + 10 * kMs);

@@ -160,7 +160,7 @@ TEST_CASE("an insertion changes nothing when memory runs out") {
     CHECK(insert("", {1, 2, 7, 8, 9}, {hbm(91), hbm(92), hbm(7), dram(8), hbm(9)}, 2) > 0);
   }
   SUBCASE("that ends inside a run") { CHECK(insert("", {1, 2}, {hbm(91), hbm(92)}, 2) > 0); }
-  SUBCASE("into a namespace that is new") {
+  SUBCASE("into a new namespace") {
     CHECK(insert("a tenant whose name is long enough for the heap", {1}, {dram(9)}, 0) > 0);
   }
 }

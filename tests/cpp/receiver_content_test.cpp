@@ -20,7 +20,7 @@ TEST_CASE("a reservation is completed only when all of its content was placed, i
   CompleteBody completion = kit.completion(2);
   SUBCASE("none") {}
   SUBCASE("half") { CHECK(kit.place(kId, {blocks[0]})); }
-  SUBCASE("half, and so it says") {
+  SUBCASE("half, and reported as half") {
     CHECK(kit.place(kId, {blocks[0]}));
     completion.bytes /= 2;
   }
@@ -57,7 +57,7 @@ TEST_CASE("a transfer to lent blocks is completed only when all of its content w
   completion.named = lent;
   SUBCASE("none") { CHECK_FALSE(kit.place(kId, own)); }
   SUBCASE("half") { CHECK(kit.place(kId, {lent[0]})); }
-  SUBCASE("half, and so it says") {
+  SUBCASE("half, and reported as half") {
     CHECK(kit.place(kId, {lent[0]}));
     completion.bytes /= 2;
   }
@@ -74,11 +74,11 @@ TEST_CASE("a transfer to lent blocks is completed only when all of its content w
     CHECK_FALSE(kit.place(kId, own));
   }
   std::optional<Placement> placement;
-  SUBCASE("all of it, but for what is being placed") {
+  SUBCASE("all of it, except what is being placed") {
     CHECK(kit.place(kId, lent));
     placement = kit.data(kId, {lent[0]});
   }
-  SUBCASE("what a transfer that was cancelled had placed, and half") {
+  SUBCASE("half, beside what a cancelled transfer had placed") {
     CHECK(kit.place(kId, {lent[0]}));
     kit.ask(kAbandonVerb, kId);
     CHECK(kit.answer().kind == FrameKind::kAnswer);
@@ -116,7 +116,7 @@ TEST_CASE("no transfer is completed while a payload of any transfer is being pla
   CHECK(kit.place(kId, lent));
   CompleteBody completion = kit.completion(2);
   completion.named = lent;
-  SUBCASE("it is told") {}
+  SUBCASE("it is informed") {}
   SUBCASE("it is inserted") {
     completion.insert = true;
     completion.tokens.assign(2 * kit.pool->layout().block_tokens, 3);

@@ -69,16 +69,16 @@ TEST_CASE("the memory that a peer's requests take is limited, however few they a
   CHECK(kit.count(BlockState::kReserved) == 4);
   CHECK(kit.session->counts().promised == 4);
   static_cast<void>(kit.reserve(3, SessionKit::reservation(1)));  // without a prompt
-  SUBCASE("a transfer that is cancelled makes room") {
+  SUBCASE("a cancelled transfer makes room") {
     kit.ask(kAbandonVerb, 1);
     CHECK(kit.answer().kind == FrameKind::kAnswer);
   }
-  SUBCASE("a transfer that is complete makes room") {
+  SUBCASE("a completed transfer makes room") {
     kit.ask(kCompleteVerb, 1, write_body(kit.completion(2)));
     CHECK(kit.answer().kind == FrameKind::kAnswer);
     kit.pool->unpin(&kit.received.pop(0)->pin, 1);
   }
-  SUBCASE("a transfer that is too late makes room") { kit.session->tick(kit.host.now + 1001 * kMs); }
+  SUBCASE("a late transfer makes room") { kit.session->tick(kit.host.now + 1001 * kMs); }
   kit.host.now += 1001 * kMs;
   static_cast<void>(kit.reserve(4, insertion(4)));
 }

@@ -237,7 +237,7 @@ TEST_CASE_TEMPLATE("a peer with too much in progress is told when to try again",
     }
     pair->finish(*a.transfer(pair->request(one)));
   }
-  SUBCASE("what its application has not asked for") {
+  SUBCASE("an item that its application did not ask for") {
     const auto told = [&] {
       TransferRequest request = pair->request(one);
       request.private_bytes = Bytes(1);

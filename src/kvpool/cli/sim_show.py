@@ -14,7 +14,7 @@ from kvpool.errors import ArgumentError
 __all__ = ["Progress", "table", "write"]
 
 _LINE_EVERY_S = 5.0
-_PATIENCE_S = 10.0  # for a first token; who waits longer waits for others
+_PATIENCE_S = 10.0  # for a first token; a request that waits longer waits for others
 
 
 class Progress:

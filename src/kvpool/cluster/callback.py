@@ -42,7 +42,7 @@ class MemberCallback:
         garbage collector runs, it does not wait, and the callback ends soon.
         """
         if os.getpid() != self._process:
-            return  # a forked child has no such thread, and its copies of the locks may be held for ever
+            return  # a forked child has no such thread, and its copies of the locks may be held forever
         self.stop()
         if may_wait():
             self._view.unsubscribe(self._events.put)

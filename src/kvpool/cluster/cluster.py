@@ -301,7 +301,7 @@ class Cluster:
     def repair_ids(self) -> int:
         """Writes the counter of ids in etcd again, above every id that etcd lists or this process knows.
 
-        Live members do this by themselves if somebody deletes, overwrites or sets back the counter. Call it for a
+        Live members do this by themselves if the counter is deleted, overwritten or set back. Call it for a
         cluster without members, where `register` fails because it cannot know which ids were given. A counter that is
         right stays as it is.
 

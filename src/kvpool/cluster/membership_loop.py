@@ -39,7 +39,7 @@ class MembershipLoop:
         self._directory = directory
         self._view = view
         self._heartbeat_s = heartbeat_s
-        self._waking = threading.Lock()  # so that nobody writes to the wake descriptor after it was closed
+        self._waking = threading.Lock()  # so that the wake descriptor is not written to after it was closed
         self._stopping = False
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="kvpool-cluster", daemon=True)
@@ -69,7 +69,7 @@ class MembershipLoop:
         self.stop()
         if may_wait():
             join(self._thread)
-            for callback in list(self.callbacks):  # the thread has told them to stop, and nobody adds one now
+            for callback in list(self.callbacks):  # the thread has told them to stop, and none is added now
                 callback.close()
 
     def _run(self) -> None:

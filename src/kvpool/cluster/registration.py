@@ -218,7 +218,7 @@ class Registration:
             self._left = True
             try:
                 self._entry.leave(self._written)
-            finally:  # also when Ctrl-C interrupts a slow leave: nobody tries again
+            finally:  # also when Ctrl-C interrupts a slow leave: there is no second attempt
                 for end in self._at_leaves:
                     end()
 

@@ -60,7 +60,7 @@ class RoutingMembers:
         return happened
 
     def member(self, instance: int) -> Member | None:
-        """Who has an instance id that the scheduler has chosen; None when it has gone."""
+        """The member with an instance id that the scheduler has chosen; None when it has gone."""
         return next((one for one in self._members.values() if one.instance == instance), None)
 
     def close(self) -> None:

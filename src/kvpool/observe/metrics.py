@@ -258,7 +258,7 @@ def _add_membership(families: _Families, pool_name: str, pool: Pool) -> None:
                 there[role, state], "role", "state",
             )  # fmt: skip
     for kind, events in seen["events"].items():
-        text = "What members were told to have done, or to have met with."
+        text = "Events of members, by kind."
         families.counter("kvpool_member_events", text, [pool_name, kind], events, "kind")
     text = "Whether this pool's lease in its cluster is certainly held."
     families.gauge("kvpool_lease_valid", text, [pool_name], seen["lease_valid"])

@@ -98,7 +98,7 @@ class Peers:
         wait = flag_from(wait, "wait")
         with pool._speaking():
             peer = pool._connect(address, timeout, wait)
-        _log.info("met %s at %s", peer, address, extra={"peer": peer, "address": address})
+        _log.info("connected to %s at %s", peer, address, extra={"peer": peer, "address": address})
         return peer
 
     def disconnect(self, peer: str) -> None:
@@ -119,7 +119,7 @@ class Peers:
     def recall(self, peer: str, blocks: object = None, *, timeout: float | None = None) -> RecallResult:
         """Asks a peer to give back blocks that are lent to it, and at the deadline takes those that it has not.
 
-        The peer's application is told (a "recalled" event of its `on_change`) and may use the blocks until the
+        The peer's application is notified (a "recalled" event of its `on_change`) and may use the blocks until the
         deadline. After that, its transfers to them, and calls that name them, fail with StaleAddress. A peer that is
         stopped or does not react delays nothing: blocks that this process writes for it (``sock``) are free at the
         deadline; blocks that it writes by itself are quarantined until it says that it no longer does, or is proved to

@@ -2,7 +2,7 @@
 
 In every epoch the running requests report their size at its end, so that room exists before the tokens are written;
 ended and new requests are reported with them. All requests decode at one speed,
-whatever their GPU: so each policy meets the same sizes at the same times, and a lower bound holds for all.
+whatever their GPU: so each policy gets the same sizes at the same times, and a lower bound holds for all.
 """
 
 from __future__ import annotations

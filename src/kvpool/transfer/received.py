@@ -38,4 +38,4 @@ class ReceivedCallback(Dispatcher[Received]):
         try:
             item.close()
         except Error:
-            _log.exception("what %s sent could not be let go of", item.peer, extra={"peer": item.peer})
+            _log.exception("an item of %s could not be closed", item.peer, extra={"peer": item.peer})

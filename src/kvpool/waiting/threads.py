@@ -69,7 +69,7 @@ def join(thread: threading.Thread) -> None:
         return
     thread.join(_JOIN_S)
     if thread.is_alive():
-        _log.warning("%s has not ended after %g s; nobody waits for it any longer", thread.name, _JOIN_S)
+        _log.warning("%s has not ended after %g s; the wait for it is over", thread.name, _JOIN_S)
 
 
 def _on_collection(phase: str, _: dict[str, Any], here: _Here = _here) -> None:

@@ -37,7 +37,7 @@ def test_peers_that_come_and_go_are_logged_with_the_reason(caplog):
     assert lost.levelno == logging.WARNING
     assert (lost.name, lost.peer, lost.reason) == ("kvpool.peers", "there", "PeerLost")
     assert lost.incarnation == found["there has joined"].incarnation != 0
-    assert found["met here at unix"].peer == "here"
+    assert found["connected to here at unix"].peer == "here"
     assert next(record for record in caplog.records if "listening" in record.getMessage()).address == address
 
 

@@ -106,7 +106,7 @@ class EtcdDirectory(Directory):
             time.sleep(_RETRY_S)
 
     def _enter_once(self, record: Member, renewer: RenewerProcess, until: float) -> EtcdEntry | None:
-        """Tries once, on new leases that nobody renews yet. None: another member was faster."""
+        """Tries once, on new leases that are not renewed yet. None: another member was faster."""
         self._wait_for_name(record.name, until)
         ids = self._counter.wait(until)
         leases: list[int] = []

@@ -105,7 +105,7 @@ class EtcdEntry(Entry):
         return "held"
 
     def _check_keys(self) -> LeaseState:
-        """Whether record and id are still on their leases, and nobody has taken anything from this member."""
+        """Whether record and id are still on their leases, and no one has taken anything from this member."""
         store, keys, watcher = self._store, self._store.keys, self._watcher
         doubted, watcher.doubt = watcher.doubt, False  # changes during this check are checked next time
         try:

@@ -62,7 +62,7 @@ class IdCounter:
 
         If etcd has no counter, members may be about to come back with the ids that they have, so a newcomer waits for
         a lease before it creates one. A counter that cannot be read is repaired within a lease by any live member;
-        nobody else can know its value.
+        no other member can know its value.
 
         Raises:
             StateError: No member has repaired it.

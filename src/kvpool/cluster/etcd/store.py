@@ -14,7 +14,7 @@ from kvpool.cluster.etcd.keys import Keys, Value, get, values
 
 __all__ = ["EtcdStore", "GrantedLease"]
 
-_ID_LEASE_S: Final = 3600  # an id stays taken for so long after its member was last heard of
+_ID_LEASE_S: Final = 3600  # an id stays taken for so long after the last sign of its member
 
 
 @dataclass(frozen=True)

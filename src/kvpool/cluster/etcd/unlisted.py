@@ -1,9 +1,9 @@
 """Members whose records have expired in etcd, though they may live (ADR 0022).
 
-A record expires if nobody renews its lease. There are three reasons, and only the first is a loss:
+A record expires if its lease is not renewed. There are three reasons, and only the first is a loss:
 
     the member is gone           it is lost
-    etcd was silent              nobody could renew a lease: all members get some time to enter themselves again
+    etcd was silent              no lease could be renewed: all members get some time to register again
     the member cannot reach etcd a direct link shows that it lives, for as long as the link lasts
 """
 

@@ -69,7 +69,7 @@ class EtcdWatcher:
         self._contact = Contact(lease_s, heartbeat_s)
         self._unlisted = Unlisted()
         self._notice: int | None = None
-        self._noticing = threading.Lock()  # so that nobody writes to the descriptor after it was closed
+        self._noticing = threading.Lock()  # so that the descriptor is not written to after it was closed
         self._heard = self._checked = time.monotonic()
         self._stream: Stream | None = None
         self._lock = threading.Lock()  # guards _stream

@@ -67,7 +67,7 @@ class LocalDirectory(Directory):
     def _read_or_write_state(self, until: float, known: State | None) -> State:
         """The state in the folder. If the folder has no state, writes the one that this process knows, or a new one.
 
-        If the folder has no state although members live, somebody removed the folder under them. A process that knows
+        If the folder has no state although members live, it was removed under them. A process that knows
         no state waits for these members, which are about to write it back with their ids and their secret.
 
         Raises:
@@ -154,7 +154,7 @@ class LocalDirectory(Directory):
         return dataclasses.replace(self._state, highest=max([self._state.highest, *ids, *own]))
 
     def _create_again(self) -> bool:
-        """Creates the folder and its state again, after somebody has removed either."""
+        """Creates the folder and its state again, after either was removed."""
         try:
             folder = Folder(self._path)
             with folder.locked(time.monotonic() + _LOCK_S):

@@ -24,7 +24,7 @@ _LEAVE_S: Final = 10.0
 
 
 class FolderOwner(Protocol):
-    """What an entry needs of its directory, which creates the folder again if somebody removes it."""
+    """What an entry needs of its directory, which creates the folder again if it was removed."""
 
     heartbeat_s: float
     folder: Folder

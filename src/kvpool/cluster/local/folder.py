@@ -87,7 +87,7 @@ class Folder:
             raise StateError(f"cluster: {path} cannot be used: {error.strerror}", errno=error.errno) from error
 
     def close(self) -> None:
-        """Closes it, once nobody uses it. Idempotent."""
+        """Closes it, once it is unused. Idempotent."""
         if getattr(self, "descriptor", -1) >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -117,7 +117,7 @@ class Folder:
 
         Raises:
             DeadlineExceeded: Another one holds it until then (time.monotonic()).
-            FileNotFoundError: Somebody has removed the folder or the lock.
+            FileNotFoundError: The folder or the lock was removed.
         """
         descriptor = os.open(
             "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=self.descriptor

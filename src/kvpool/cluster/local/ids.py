@@ -1,9 +1,9 @@
-"""The ids of live local members, where nobody can delete them: names of abstract Unix sockets.
+"""The ids of live local members, where they cannot be deleted: names of abstract Unix sockets.
 
-The kernel keeps such a name while the process lives. So the id of a live member is known even if somebody has removed
+The kernel keeps such a name while the process lives. So the id of a live member is known even if someone has removed
 the folder of the cluster with its counter. Nothing listens on these sockets.
 
-Any user can give a socket any name. So each name ends with a random number, which nobody can take in advance, and a
+Any user can give a socket any name. So each name ends with a random number, which no one can take in advance, and a
 name counts only if the kernel says that this user created the socket.
 """
 

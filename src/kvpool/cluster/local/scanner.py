@@ -66,7 +66,7 @@ class FolderScanner:
     """Reads the files and updates a view. Used by one thread at a time.
 
     A member lives while its page is locked, its heartbeat is recent, and its record has the page's incarnation and
-    term. A removed page is still observed, because its process may live although somebody removed the folder.
+    term. A removed page is still observed, because its process may live although the folder was removed.
     """
 
     def __init__(self, view: MembershipView) -> None:

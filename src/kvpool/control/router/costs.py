@@ -38,7 +38,7 @@ def _default() -> cost.CostModel:
     )
     flops_per_s, bytes_per_s, call_s = 200e12, 1.5e12, 5e-6
     waves = cost.WaveModel(108, 128, 128, flops_per_s, bytes_per_s, call_s)
-    # Each new token meets each cached one, and half of the new ones: 4 FLOPs for each number of the hidden state.
+    # Each new token attends to each cached one, and half of the new ones: 4 FLOPs for each number of the hidden state.
     pair_s = 4 * shape.hidden / flops_per_s
     logits_s = shape.hidden * shape.vocab * shape.itemsize / bytes_per_s
     linear = {"attention": (pair_s, pair_s / 2, 0.0, 0.0, call_s), "lm_head": (0.0, logits_s)}

@@ -1,4 +1,4 @@
-"""The instances, what each may have, and what the scheduler is told of them.
+"""The instances, their limits, and what the scheduler knows of them.
 
 An instance is in the scheduler's load table while it is up (healthy or on trial). When it is ejected it leaves the
 table, and the scheduler forgets what it had cached, because most instances come back empty. A returning instance is

@@ -2,7 +2,7 @@
 
 Until the client has a byte, an instance's failure is the router's business: another one is tried, `retries` times at
 most. After that byte it is the client's: a stream of events ends with an event that says so, any other body is cut
-short, so that nobody takes a part for the whole.
+short, so that no client takes a part for the whole.
 
     what fails before the first byte    tried elsewhere
     no connection                       always
@@ -156,7 +156,7 @@ class _Load:
         self._share = share
 
     def drop(self) -> None:
-        """Nobody sends it again."""
+        """It is not sent again."""
         self.body.release()
         self._share.give_back()
 

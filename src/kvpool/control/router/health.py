@@ -6,8 +6,8 @@
                                   v                                      v  |
                                 OUT <--------------------------------------+
 
-Who is well comes back: a probe that passes counts whatever happened before, and without probes the time alone leads to
-a trial. Nobody stays out for ever.
+A healthy instance comes back: a passed probe counts whatever happened before, and without probes time alone leads to a
+trial. No instance stays out forever.
 """
 
 from __future__ import annotations

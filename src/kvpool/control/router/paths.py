@@ -1,7 +1,7 @@
 """Which paths go through.
 
 What a client asks for is put behind an instance's address, and `/v1/../metrics` would leave `/v1` there. A path that
-a server may read as another one is refused: nobody asks for such by accident.
+a server may read as another one is refused: no client asks for it by accident.
 """
 
 from __future__ import annotations

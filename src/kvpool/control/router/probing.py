@@ -22,7 +22,7 @@ __all__ = ["Probing"]
 
 
 class Probing:
-    """Probes instances until it is told to stop. It reports in the event loop that started it.
+    """Probes instances until it is stopped. It reports in the event loop that started it.
 
     Args:
         health: How often, and how long.
@@ -110,7 +110,7 @@ class Probing:
             return await prober.probe(self._health.path)
         except UpstreamError:
             raise
-        except Exception as error:  # any error: an instance that is not probed again would be out for ever
+        except Exception as error:  # any error: an instance that is not probed again would be out forever
             LOGGER.exception("error")
             return type(error).__name__
 

@@ -134,7 +134,7 @@ def _server(app: ASGIApp, settings: RouterSettings, on_refused: Callable[[], Non
 
 
 def _bound_handshakes(loop: asyncio.AbstractEventLoop, timeout_s: float) -> None:
-    """Who connects and says nothing is not known to the server below before TLS is; asyncio would give it a minute."""
+    """The server below does not see a silent connection before TLS is up; asyncio would give it a minute."""
     create_server = loop.create_server
 
     async def bounded(*args: Any, **options: Any) -> asyncio.Server:

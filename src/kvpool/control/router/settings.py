@@ -1,4 +1,4 @@
-"""What a router is told: instances, policy, limits, deadlines. Checked when made; immutable."""
+"""The settings of a router: instances, policy, limits, deadlines. Checked when made; immutable."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ __all__ = ["Answer", "Headers", "Prober", "Upstream", "UpstreamError"]
 
 Headers = Sequence[tuple[bytes, bytes]]
 
-# RFC 9110, 7.6.1: what concerns one connection alone. The rest is set anew on each side.
+# RFC 9110, 7.6.1: what concerns one connection alone. Each side sets the rest itself.
 _NOT_PASSED: Final = frozenset(
     b"connection keep-alive proxy-connection proxy-authenticate proxy-authorization te trailer transfer-encoding "
     b"upgrade host content-length expect date server x-kvpool-instance x-request-id".split()
@@ -106,7 +106,7 @@ class Answer:
             raise UpstreamError(f"the instance broke off: {type(error).__name__}", sent=True) from error
 
     async def close(self) -> None:
-        """Lets go of the connection; one that was not read to its end is closed, and so the instance hears of it."""
+        """Releases the connection; one that was not read to its end is closed, so the instance notices."""
         with anyio.move_on_after(_CLOSE_S, shield=True):
             await self._response.aclose()
 
@@ -121,8 +121,8 @@ class Upstream:
 
     def __init__(self, spec: InstanceSpec, settings: RouterSettings) -> None:
         self._base = httpx.URL(spec.url)
-        # As many as it may have requests, so nobody waits for one but while another one is closed. Engines close idle
-        # connections after 5 s and more.
+        # As many as it may have requests, so a request waits for a connection only while another one is closed.
+        # Engines close idle connections after 5 s and more.
         most = settings.in_flight_max
         limits = httpx.Limits(max_connections=most, max_keepalive_connections=min(64, most), keepalive_expiry=2.0)
         self._client = _client(httpx.Timeout(None, connect=settings.connect_timeout_s), limits)

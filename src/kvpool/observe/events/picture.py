@@ -101,7 +101,7 @@ class Picture:
                 self._put_in(event)
             else:
                 self.left_out += len(event.block_hashes)
-        # At the end of a batch: a block that goes to another medium is told as removed first.
+        # At the end of a batch: a block that moves to another medium is reported as removed first.
         for block in gone:
             if not block.media:
                 self._sink(block)

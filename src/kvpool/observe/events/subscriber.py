@@ -289,7 +289,7 @@ class EventSubscriber:
 
 
 class _Lasting:
-    """An InstanceIndex that is told what does not expire, for every event is followed."""
+    """An InstanceIndex with entries that do not expire, because every event is followed."""
 
     def __init__(self, index: InstanceIndex) -> None:
         self.apply: Callable[[int, StoredEvent | RemovedEvent], None] = lambda instance, event: index.apply(

@@ -9,7 +9,7 @@ The scheduler assumes that its moves are made. A backlog keeps those that the in
 in which each move has room when those before it are done. So the first always has room, as long as nothing else takes
 it (`held`), and a later move may overtake it only if it leaves that room.
 
-No move waits for ever. The oldest moves get the boundaries first; a move that is too large for an epoch is carried in
+No move waits forever. The oldest moves get the boundaries first; a move that is too large for an epoch is carried in
 parts over several; and if a move finds no room for `patience` epochs, because requests grew at their source, its
 requests are stopped, which makes room, and prefilled at their destination. A move that no link and no computation can
 carry waits until one can, or until its requests have ended.
@@ -259,7 +259,7 @@ class _Epoch:
     def _carry(self, each: _Waiting) -> bool:
         """Makes a move that has room, or carries a part of one that is too large for an epoch; whether it is made."""
         if each.way is not None and not each.stopped and self._budget(each, each.way, whole=True) <= 0:
-            self._take(each, -each.carried)  # that way is closed: it begins anew
+            self._take(each, -each.carried)  # that way is closed: it begins again
             each.way, each.carried = None, 0
         fitting = each.way or way_of(each.move, each.left, self._budgets, self._fit)
         if fitting is not None and self._budget(each, fitting) >= each.left:

@@ -3,8 +3,8 @@
 All three activate a GPU if none has room for a new request, and terminate an empty one. The paper does not say what
 happens when a request outgrows its GPU. Here:
 
-    BestFit, WorstFit   `Overflow.REDISPATCH`: the newest request of the GPU is stopped and dispatched anew, where it is
-                        prefilled again; repeated until the rest fits. (vLLM preempts the newest, too.)
+    BestFit, WorstFit   `Overflow.REDISPATCH`: the newest request of the GPU is stopped and dispatched again, and
+                        prefilled there; repeated until the rest fits. (vLLM preempts the newest, too.)
                         `Overflow.RESERVE`: cannot happen, since each request takes the room of its final length from
                         the start. That length is unknown in practice; this is an oracle.
     LoadBalance         the smallest request whose leaving suffices, or else the largest and so on, migrates to the

@@ -24,8 +24,8 @@ class ClusterMonitor:
     the monitor remembers which instance reported it last, and gives it up only when both instances have reported
     without it.
 
-    The next plan lets requests that were lost with an instance depart and arrive anew, in its one batch. Until then the
-    scheduler keeps them where they were, so every change is part of a plan.
+    The next plan lets requests that were lost with an instance depart and arrive again, in its one batch. Until then
+    the scheduler keeps them where they were, so every change is part of a plan.
 
     The monitor plans an epoch but does not execute the plan: `Plan.activated` and `Plan.terminated` say which GPUs
     start and stop, the latter once nothing is left there (`Backlog.occupied`).
@@ -124,7 +124,7 @@ class ClusterMonitor:
         return refused
 
     def lost(self, gpu: int) -> list[RequestId]:
-        """Reports that an instance is lost: its requests arrive anew, with the tokens that they had.
+        """Reports that an instance is lost: its requests arrive again, with the tokens that they had.
 
         So do requests that were to move there, and those that were to leave and had not: if one still runs, the caller
         stops it. The next plan places them and terminates the instance. Later plans may use its number for another

@@ -170,7 +170,7 @@ class Mell:
         Args:
             departures: Requests that are gone.
             growths: Requests and their new sizes, each at most once; none of them departs.
-            arrivals: New requests and their sizes. One that departs may begin anew.
+            arrivals: New requests and their sizes. One that departs may arrive again.
             lost: GPUs that are gone with all their requests: these depart, named or not, and in this plan nothing moves
                 there or from there. A later one may use the number for another GPU.
 

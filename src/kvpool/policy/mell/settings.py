@@ -12,7 +12,7 @@ MOVES_AN_OPERATION = 10
 
 
 def one_switch(first: int, second: int) -> float:
-    """The distance when nobody has said where the GPUs are: equal for all."""
+    """The distance if the places of GPUs are unknown: equal for all."""
     return 0.0 if first == second else 1.0
 
 

@@ -1,7 +1,7 @@
 """Finished work counts less and less: half after each half-life.
 
 All of it is counted as of one time, `then`, so one factor gives what is left of it, and no sum has to be updated as it
-fades. Now and then that time is moved on, or numbers would grow for ever.
+fades. Now and then that time is moved on, or numbers would grow forever.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from kvpool.policy.routing.order import LoadOrder, Work
 
 __all__ = ["Bools", "Floats", "LoadTable"]
 
-_SUMMED = 1 << 16  # changes after which sums are made anew: each rounds
+_SUMMED = 1 << 16  # changes after which sums are recomputed: each change rounds
 _CAPACITY_LEAST, _CAPACITY_MOST = 1e-100, 1e100  # within them, sums and quotients are finite, and not 0
 
 
@@ -67,7 +67,7 @@ class LoadTable(InstanceSlots):
         self._changes = 0  # since the sums were made
         self._moved: set[int] = set()  # slots whose position in the order has changed
 
-    # ---- who is there
+    # ---- instances
 
     def add(self, instance: int, now: float, capacity: float = 1.0, model: int = 0) -> None:
         """An instance joins.
@@ -151,7 +151,7 @@ class LoadTable(InstanceSlots):
         at = next((at for at, (other, _) in enumerate(queue) if other == number), None)
         if at is None:
             return
-        self._rebase_if_due(now)  # which makes the sums anew: before anything of it changes
+        self._rebase_if_due(now)  # which recomputes the sums: before anything in them changes
         _, work = queue[at]
         del queue[at]
         before = self._unfinished.item(slot)

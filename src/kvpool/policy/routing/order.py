@@ -63,7 +63,7 @@ class LoadOrder:
         return slot in self._entries
 
     def put(self, slot: int, work: Work | None, done: float, capacity: float, now: float, faded: float) -> None:
-        """Enters an instance, or enters it anew.
+        """Enters an instance, or enters it again.
 
         Args:
             slot: The instance's.
@@ -107,7 +107,7 @@ class LoadOrder:
             del self._due[bisect_left(self._due, due)]
 
     def overdue(self, now: float) -> list[int]:
-        """Slots whose head should be done by now: the caller puts them anew."""
+        """Slots whose head should be done by now: the caller enters them again."""
         if not self._due or self._due[0][0] > now:
             return []
         return [slot for _, slot in self._due[: bisect_left(self._due, (now, 1 << 62))]]

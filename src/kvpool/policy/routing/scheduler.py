@@ -61,7 +61,7 @@ class GlobalScheduler:
         decode_policy: Chooses the instance that decodes after a prefill-only instance; the longest prefix by default.
             Not the same object as `policy` if that remembers what was sent where, as `SessionId` does.
         transfer: The cost of moving KV between instances; None if they cannot, and then nothing is fetched.
-        ttl_s: How long the trees keep a prefix that they did not learn from events; None for ever.
+        ttl_s: How long the trees keep a prefix that they did not learn from events; None: forever.
         balance: Load cap and newcomers.
         learn_at: When the trees learn that an instance holds a prompt: at its "response", as in §6, or at its
             "dispatch", so that the same prompt a moment later follows it into the same queue.
@@ -347,5 +347,5 @@ class GlobalScheduler:
 
 
 def _remembers(policy: Policy) -> bool:
-    """Whether the policy is told where requests go and may route the next ones accordingly."""
+    """Whether the policy learns where requests go and may route the next ones accordingly."""
     return isinstance(policy, Ranking) and type(policy).sent is not Ranking.sent

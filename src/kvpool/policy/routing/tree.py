@@ -42,7 +42,7 @@ class PromptTree:
     Args:
         block_tokens: Tokens a block; that of the instances.
         clock: Seconds, from any start; never before it.
-        ttl_s: How long the tree keeps a prefix that it did not learn from events; None for ever.
+        ttl_s: How long the tree keeps a prefix that it did not learn from events; None: forever.
         blocks_max: Blocks in the tree at most; None for no bound. `kvpool.InstanceIndex` says what they take.
     """
 
