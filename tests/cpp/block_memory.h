@@ -1,4 +1,4 @@
-// Blocks in memory of any layout, and the naive way to look at them: for tests of what moves blocks.
+// Blocks in memory of any layout, and a naive way to read them: for tests of code that moves blocks.
 #pragma once
 
 #include <algorithm>

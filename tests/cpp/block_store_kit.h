@@ -1,4 +1,4 @@
-// What the tests of the block store do with one.
+// Helpers of the block store's tests.
 #pragma once
 
 #include <doctest/doctest.h>

@@ -1,5 +1,5 @@
-// How often a byte is copied on its way from one pool to another, by every route and between every two places where
-// blocks can be: never more often than the route has to, and the route that is chosen is one of the fewest copies.
+// How often a byte is copied on its way from one pool to another, by every route and between all places for blocks:
+// never more often than the route has to. The chosen route has the fewest copies, or as few as another.
 #include <doctest/doctest.h>
 #include <sys/socket.h>
 

@@ -1,4 +1,4 @@
-// Measuring how a GPU copies best, over the fake driver; and that copies go by what was measured.
+// Measuring how a GPU copies best, over the fake driver; and copies that follow the measurement.
 #include "kvpool/cuda/copy_bounds.h"
 
 #include <doctest/doctest.h>

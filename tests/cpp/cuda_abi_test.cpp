@@ -1,4 +1,4 @@
-// What cuda/driver.h says of the CUDA driver, against the toolkit's own header: only where there is one to build with.
+// The declarations of cuda/driver.h against the toolkit's own header, if there is one to build with.
 // The driver is called through these declarations, and nothing else notices when one of them is wrong.
 #if __has_include(<cuda.h>)
 #include <cuda.h>

@@ -1,4 +1,4 @@
-// Writes by a GPU that are cut into parts: how these follow each other, and that nothing of a write that has ended is
+// Writes by a GPU that are cut into parts: how these follow each other, and that no part of an ended write is
 // under way. What a transfer by these routes does, device_transfer_test.cpp and verbs_test.cpp try.
 #include "kvpool/routes/cuda_ipc/cuda_route.h"
 

@@ -1,4 +1,4 @@
-// Peers and callers that do wrong, and what is left of them.
+// Peers and callers that misbehave, and what they leave.
 #include <doctest/doctest.h>
 #include <fcntl.h>
 #include <poll.h>

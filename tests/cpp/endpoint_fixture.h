@@ -1,4 +1,4 @@
-// A pool as far as an endpoint sees one.
+// The part of a pool that an endpoint sees.
 #pragma once
 
 #include <unistd.h>
@@ -30,7 +30,7 @@ inline PeerMetadata metadata_of(const std::string& name) {
   return metadata;
 }
 
-// A pool as far as an endpoint sees one.
+// The part of a pool that an endpoint sees.
 struct Member {
   explicit Member(const std::string& name, EndpointOptions options = {.secret = "sesame"})
       : metadata(metadata_of(name)), reactor(std::make_unique<Reactor>("member")) {

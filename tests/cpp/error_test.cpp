@@ -1,4 +1,4 @@
-// Errors are values: threads share copies of one, and ThreadSanitizer, without any suppression, has nothing against it.
+// Errors are values: threads share copies of one, and ThreadSanitizer reports nothing, without any suppression.
 #include "kvpool/base/error.h"
 
 #include <doctest/doctest.h>

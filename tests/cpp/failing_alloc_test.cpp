@@ -1,4 +1,4 @@
-// The hook that other tests rely on: it would be a pity if it silently did nothing.
+// The hook that other tests rely on: without it they would silently test nothing.
 #include "failing_alloc.h"
 
 #include <doctest/doctest.h>

@@ -1,4 +1,4 @@
-// That the fake driver is as strict as a real one: what it does not forgive, and what it waits for.
+// The fake driver is as strict as a real one: what it refuses, and what it waits for.
 #include <doctest/doctest.h>
 #include <signal.h>
 #include <sys/mman.h>

@@ -1,4 +1,4 @@
-// That the fake NCCL takes no more than the real one does.
+// The fake NCCL accepts no more than the real one does.
 #include "fake_nccl.h"
 
 #include <doctest/doctest.h>

@@ -1,4 +1,4 @@
-// Streams of frames, right ones cut into any pieces and wrong ones of many kinds, against a model that knows what of
+// Streams of frames, correct ones cut into any pieces and wrong ones of many kinds, against a model that knows what of
 // them may arrive.
 #include <doctest/doctest.h>
 

@@ -1,4 +1,4 @@
-// A server by hand: it takes part in the handshake, and then says what a test wants it to.
+// A server by hand: it takes part in the handshake, and then sends what a test wants.
 #pragma once
 
 #include <doctest/doctest.h>

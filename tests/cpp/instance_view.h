@@ -1,4 +1,4 @@
-// What a caller could find out about each page of a router's tree.
+// All that a caller can find out about each page of a router's tree.
 #pragma once
 
 #include <cstdint>

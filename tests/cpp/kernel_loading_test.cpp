@@ -1,4 +1,4 @@
-// Kernels are loaded before they are needed, and what their loading answers: over the fake driver.
+// Loading the kernels before they are needed, and its errors: over the fake driver.
 #include <doctest/doctest.h>
 
 #include <memory>

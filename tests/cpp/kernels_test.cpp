@@ -1,4 +1,4 @@
-// What the kernels' front refuses, what staging runs look like, and the reference against the definition.
+// Copies that the kernels' front refuses, the runs of staging, and the reference against the definition.
 #include "kvpool/cuda/kernels.h"
 
 #include <doctest/doctest.h>

@@ -1,4 +1,4 @@
-// Media, and what an address and a request can say of them.
+// Media, and how addresses and requests name them.
 #include "kvpool/base/medium.h"
 
 #include <doctest/doctest.h>

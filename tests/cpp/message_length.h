@@ -1,4 +1,4 @@
-// What every reader of messages must refuse.
+// Messages that every reader must refuse.
 #pragma once
 
 #include <doctest/doctest.h>

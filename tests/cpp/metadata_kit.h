@@ -1,4 +1,4 @@
-// Peer metadata of which every field is used, for tests of metadata and of what carries them.
+// Peer metadata with every field set, for tests of metadata and of code that carries them.
 #pragma once
 
 #include "kvpool/net/connect/peer_metadata.h"

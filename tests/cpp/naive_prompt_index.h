@@ -1,5 +1,5 @@
-// The prompt index the slow and obvious way: a map from every cached prefix to its last page. What a tree keeps by node
-// this keeps by page, so it also says what is exact: which page is the coldest.
+// The prompt index in the slow and obvious way: a map from every cached prefix to its last page. What a tree keeps by
+// node this keeps by page, so it also says what is exact: which page is the coldest.
 #pragma once
 
 #include <algorithm>

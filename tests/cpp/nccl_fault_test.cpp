@@ -1,4 +1,4 @@
-// The receiving half of the route nccl against a peer that says what it should not, and processes that are killed.
+// The receiving half of the route nccl against a peer that breaks the protocol, and processes that are killed.
 #include <doctest/doctest.h>
 #include <signal.h>
 

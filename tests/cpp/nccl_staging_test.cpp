@@ -1,4 +1,4 @@
-// Memory that pipes of NCCL share: it is not given back while any of them passes something.
+// Memory that pipes of NCCL share: it is not freed while any of them is in a pass.
 #include "kvpool/routes/nccl/nccl_staging.h"
 
 #include <doctest/doctest.h>

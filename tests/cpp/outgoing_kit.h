@@ -1,4 +1,4 @@
-// What the tests of the sending half of the protocol share.
+// Helpers of the tests of the sending half of the protocol.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// The pool as sessions see it.
+// A pool's blocks as sessions use them.
 #include "kvpool/peers/peer_blocks.h"
 
 #include <doctest/doctest.h>

@@ -1,4 +1,4 @@
-// Which blocks content is being placed in.
+// The blocks in which content is being placed.
 #include "kvpool/transfer/placements.h"
 
 #include <doctest/doctest.h>

@@ -1,4 +1,4 @@
-// A peer that says what no kvpool would: frames made by hand, on a bare socket.
+// A peer that sends what no kvpool would: frames made by hand, on a bare socket.
 #pragma once
 
 #include <doctest/doctest.h>

@@ -1,4 +1,4 @@
-// A peer's host memory on its way to being reachable for a GPU: what a large one takes while it is registered.
+// Registering a peer's host memory for a GPU, and transfers while a large one is being registered.
 #include "kvpool/routes/cuda_ipc/registered_peer_memory.h"
 
 #include <doctest/doctest.h>

@@ -1,4 +1,4 @@
-// Which ways there are to a peer, by what the kernel says of it.
+// The routes to a peer, by what the kernel says of its process.
 #include "kvpool/peers/route_maker.h"
 
 #include <doctest/doctest.h>

@@ -1,4 +1,4 @@
-// Routes that are not what they are guessed to be, measured on a simulated clock; and what is left of a probe, wherever
+// Routes that differ from the guesses, measured on a simulated clock; and what is left of a probe, wherever
 // it ends.
 #include "kvpool/transfer/route_probe.h"
 

@@ -1,4 +1,4 @@
-// Writes by a route between two memories, checked against the naive way to do it.
+// Writes by a route between two memories, checked against a naive copy.
 #pragma once
 
 #include <doctest/doctest.h>

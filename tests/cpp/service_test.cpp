@@ -1,5 +1,5 @@
-// What a service does beside the verbs (verbs_test.cpp): meeting and parting, own and lent blocks in one list, batches,
-// threads.
+// A service apart from its verbs (verbs_test.cpp): connecting and disconnecting, own and lent blocks in one list,
+// batches, threads.
 #include "kvpool/peers/service.h"
 
 #include <atomic>

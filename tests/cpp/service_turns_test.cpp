@@ -1,4 +1,4 @@
-// What one peer waits for while content for another keeps the threads of a service. A write that stands still is one
+// How long one peer waits while content for another occupies the threads of a service. A write that stands still is one
 // that follows work of a (fake) GPU which the test lets end.
 #include <unistd.h>
 

@@ -1,4 +1,4 @@
-// What the tests of the span heap share.
+// Helpers of the span heap's tests.
 #pragma once
 
 #include <cstddef>

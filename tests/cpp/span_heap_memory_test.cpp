@@ -1,4 +1,4 @@
-// What memory a span heap takes, and returns.
+// The memory that a span heap takes and returns.
 #include <doctest/doctest.h>
 #include <errno.h>
 #include <sys/mman.h>

@@ -1,4 +1,4 @@
-// What a call throws, as a value to compare.
+// The error that a call throws, as a value to compare.
 #pragma once
 
 #include <optional>

@@ -1,4 +1,4 @@
-// Transports that the tests make up: what makes routes goes by the list that it is given, and knows none by name.
+// Transports that the tests make up: routes are made from the given list of transports, and none is known by name.
 #include <doctest/doctest.h>
 
 #include <algorithm>

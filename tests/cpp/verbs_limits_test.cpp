@@ -1,4 +1,4 @@
-// How what a peer was asked for ends otherwise: cancelled, too late, refused, damaged. Over the simulated network and
+// How requests to a peer fail: cancelled, too late, refused, damaged. Over the simulated network and
 // every real route.
 #include "ways.h"
 

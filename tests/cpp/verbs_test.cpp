@@ -1,4 +1,4 @@
-// What a peer can be asked for, over the simulated network and every real route.
+// All requests to a peer, over the simulated network and every real route.
 #include <algorithm>
 #include <array>
 #include <cstring>

@@ -1,5 +1,5 @@
-// Whatever a peer sends, the readers of its words throw a protocol or authentication error or return something that is
-// in order: they never crash, and never make room for what has not arrived.
+// Whatever a peer sends, the readers of its messages throw a protocol or authentication error or return something that
+// is in order: they never crash, and never make room for what has not arrived.
 #include <doctest/doctest.h>
 
 #include <algorithm>

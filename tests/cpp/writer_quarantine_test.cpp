@@ -1,4 +1,4 @@
-// How long a peer that has left is watched, by what it was given.
+// How long a disconnected peer is watched, which depends on the memory it was given.
 #include "kvpool/peers/writer_quarantine.h"
 
 #include <doctest/doctest.h>

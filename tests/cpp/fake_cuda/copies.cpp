@@ -1,4 +1,4 @@
-// What the fake driver's streams copy and fill.
+// Copies and fills in the fake driver's streams.
 #include <cstring>
 
 #include "state.h"

@@ -1,4 +1,4 @@
-// What plain and virtual memory of the fake driver share. REQUIRES: the lock of state.h.
+// Shared by plain and virtual memory of the fake driver. REQUIRES: the lock of state.h.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// A shared library that answers for the CUDA driver: it records the calls and fails on request. Here are devices,
+// A shared library that stands in for the CUDA driver: it records the calls and fails on request. Here are devices,
 // contexts and what tests ask for.
 #include "fake_cuda.h"
 

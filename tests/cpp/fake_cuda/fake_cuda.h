@@ -1,5 +1,5 @@
-// What a test asks of the fake driver, beside the driver's own entry points. All are exported with C names and looked
-// up by dlsym: the library is loaded like the real one.
+// The functions for tests of the fake driver, beside the driver's own entry points. All are exported with C names and
+// looked up by dlsym: the library is loaded like the real one.
 //
 // The fake has four GPUs of 256 MiB each. Their memory has addresses that only the fake can access: code that
 // reads it as if it were the CPU's dies of SIGSEGV at that place. Streams are threads, and every piece of their work
@@ -18,9 +18,8 @@
 //   - What takes memory away waits for all work of the GPU, and so does the loading of a module (the fake NCCL's first
 //     communicator on a GPU). "waits behind words" counts how often a stream waited for a word then.
 //   - Plain memory (cuMemAlloc) is reached by its own GPU, and by others after cuCtxEnablePeerAccess.
-//   - Attributes of devices are those of cuda.h; other numbers are CUDA_ERROR_INVALID_VALUE. One that has no value in
-//   the
-//     fake ends the process.
+//   - Attributes of devices have the numbers of cuda.h; others are CUDA_ERROR_INVALID_VALUE. An attribute without a
+//     value in the fake ends the process.
 //   - Each thread has a per-thread default stream (2) to itself.
 //   - A host function of a stream that calls the driver is answered CUDA_ERROR_NOT_PERMITTED.
 //   - A child that is forked after cuInit has no driver: CUDA_ERROR_NOT_INITIALIZED, from cuInit too.

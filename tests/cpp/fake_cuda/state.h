@@ -1,4 +1,4 @@
-// What the parts of the fake driver share. Everything is under one lock, which no stream's work holds.
+// Shared by the parts of the fake driver. Everything is under one lock, which no stream's work holds.
 #pragma once
 
 #include <atomic>
