@@ -1,4 +1,4 @@
-"""What every bench is given."""
+"""The context that every bench gets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.remote import Remote, RemoteError
 
 @dataclass(frozen=True)
 class Context:
-    """What every bench is given.
+    """The context that every bench gets.
 
     Attributes:
         quick: A minute for all benches, not ten: smaller trees, fewer repetitions.

@@ -1,4 +1,4 @@
-"""What the figures were measured on. Says nothing that names the machine or its user."""
+"""The machine of the figures. Says nothing that names the machine or its user."""
 
 from __future__ import annotations
 

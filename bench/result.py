@@ -1,4 +1,4 @@
-"""What a bench hands back."""
+"""The results of a bench."""
 
 from __future__ import annotations
 

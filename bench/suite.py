@@ -1,4 +1,4 @@
-"""Runs the benches that are named, or all, and writes what they found."""
+"""Runs the named benches, or all, and writes their results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One serving instance in a separate process: what it does, and how its parent process talks to it.
+"""One serving instance in a separate process, and how its parent process talks to it.
 
 `Server` is the instance: a model, a pool, and the verbs that move blocks to and from its peers. `Instance` is the
 handle of the one who started the process: it asks for one method of the server after another, over a pipe. Blocks never

@@ -1,4 +1,4 @@
-"""Two instances of one model that are spread over different ranks, each rank a process; a prompt goes to the other.
+"""Two instances of one model with different ranks, each rank a process; one sends the other a prompt.
 
 The scheduler of an instance has one index and one allocator. Its ranks hold their layers and heads of every block under
 the same block number. When a prompt goes to the other instance, the ranks send their parts to its ranks directly: the

@@ -1,4 +1,4 @@
-"""Blocks go from an instance that runs on some ranks to one that runs on others, in one process.
+"""Sends blocks from an instance to one with other ranks, in one process.
 
 Each rank has a pool, which holds its layers and heads of every block under the same block numbers. The plan says which
 rank sends which part to which rank. Here NumPy carries it out, so that you can read and watch it; kvpool's routes

@@ -1,4 +1,4 @@
-"""Puts the demo's figures before a person's eyes: tables for the terminal, a plot, JSON."""
+"""Presents the demo's figures: tables for the terminal, a plot, JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which GPUs an ELF file has code for, as `cuobjdump --list-elf --list-ptx` says it, where no toolkit is at hand.
+"""Which GPUs an ELF file has code for, as `cuobjdump --list-elf --list-ptx` prints them, without a toolkit.
 
 nvcc puts one container for each source file into the section `.nv_fatbin`: a header (magic, version, bytes of the
 header, bytes of what follows), and behind it an entry for each target (kind, version, bytes of the header, bytes of the

@@ -1,4 +1,4 @@
-"""Runs the tests that need a GPU within a time, and says what became of each: `make test-gpu`.
+"""Runs the tests that need a GPU within a time limit, and reports the outcome of each: `make test-gpu`.
 
     python -m tools.gpu_tests kernels --seconds 120 build/gpu/kvpool_gpu_tests
     python -m tools.gpu_tests python --seconds 300 tests/gpu

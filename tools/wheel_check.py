@@ -1,4 +1,4 @@
-"""What must be so of a wheel before it is published: what lies in it, and what it does where nothing else is."""
+"""Checks a wheel before it is published: its contents, and that it works in an empty environment."""
 
 from __future__ import annotations
 

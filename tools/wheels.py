@@ -1,4 +1,4 @@
-"""Builds what a release publishes, and checks each file where nothing of this checkout is: `make wheels`.
+"""Builds the files of a release, and checks each in an environment without this checkout: `make wheels`.
 
     python -m tools.wheels [--cuda HOME ...] [--only LABEL ...] [--out dist]
 

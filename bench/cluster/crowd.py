@@ -1,4 +1,4 @@
-"""Many members in one process, as others see them: what stands of each in the folder of a local cluster, or in etcd.
+"""Many members in one process, as others see them: their entries in the folder of a local cluster, or in etcd.
 
 A real member is a process with a pool, a heartbeat thread and, with etcd, a lease renewer: nobody runs a thousand on
 one machine. What the others of a cluster pay for a member is to look at what it has written, so there is no more of it

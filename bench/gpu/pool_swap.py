@@ -1,4 +1,4 @@
-"""Swap as an application has it: Pool.swap_out, Pool.swap_in, and both at once, with HBM on the GPU.
+"""Swap as an application uses it: Pool.swap_out, Pool.swap_in, and both at once, with HBM on the GPU.
 
 Blocks are scattered on both sides, so each is a separate piece. A time is from the call to the last byte, including the
 work of the index and the allocator.

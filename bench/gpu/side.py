@@ -1,4 +1,4 @@
-"""kvpool's two sides with HBM on a GPU: two processes that share the first one, as a machine with one GPU has it.
+"""kvpool's two sides with HBM on a GPU: two processes that share the first one, as on a machine with one GPU.
 
 Options: `route`, `tokens_a_block` and `layers` of the layout, `order` "discrete" or "aggregated".
 """

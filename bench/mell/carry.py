@@ -1,4 +1,4 @@
-"""How much of what a scheduler moves the links of the paper carry, and what the token path takes over (§V)."""
+"""How much of a scheduler's moves the links of the paper carry, and how much the token path takes over (§V)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the study of MELL is made with: GPUs, workloads, policies, and what is measured of a run."""
+"""The settings of the study of MELL: GPUs, workloads, policies, and what is measured of a run."""
 
 from __future__ import annotations
 

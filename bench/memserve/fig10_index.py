@@ -1,4 +1,4 @@
-"""Figure 10 of the MemServe paper: what the index costs a prompt of which nothing is cached, radix tree against hash.
+"""Figure 10 of the MemServe paper: the cost of the index for an uncached prompt, radix tree against hash.
 
 Ours: match, alloc, insert and the release of the pins. vLLM's: hash the blocks, look them up, allocate, cache. The
 lowest line of any chain of hashes in Python is drawn too: SHA-256 of each block's bytes and the hash before it.

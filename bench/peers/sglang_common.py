@@ -1,4 +1,4 @@
-"""What the two prefix trees of SGLang have in common: they answer the same questions."""
+"""Common to the two prefix trees of SGLang, which answer the same questions."""
 
 from __future__ import annotations
 

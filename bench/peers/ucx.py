@@ -1,4 +1,4 @@
-"""UCX itself, without anybody's library over it: N puts and a flush, one call from Python (ucx_puts.cpp).
+"""UCX itself, without a library over it: N puts and a flush, one call from Python (ucx_puts.cpp).
 
 UCX_TLS chooses the transport. Shared memory of UCX ("posix") reaches only memory that UCX allocated.
 """

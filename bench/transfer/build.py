@@ -1,4 +1,4 @@
-"""Builds the few lines of C++ that a bench calls in one go where Python would be what is measured.
+"""Builds the few lines of C++ that a bench calls where the time of Python would dominate.
 
 What was built is kept in build/bench/native, so that the processes of a run build it once. Whatever goes wrong is a
 RuntimeError.

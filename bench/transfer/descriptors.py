@@ -1,4 +1,4 @@
-"""What it costs to get from addresses to pieces, without copying: descriptors.cpp, linked with the core."""
+"""The cost of finding the pieces of addresses, without copying: descriptors.cpp, linked with the core."""
 
 from __future__ import annotations
 

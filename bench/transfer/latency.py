@@ -1,4 +1,4 @@
-"""How long one block takes, with and without the receiver's doing, and what an idle connection costs."""
+"""The time of one block, with and without work of the receiver, and the cost of an idle connection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kvpool's two sides: blocks that were lent before, written by one call of transfer() that is waited for."""
+"""kvpool's two sides: borrowed blocks, written by one call of transfer() and its wait."""
 
 from __future__ import annotations
 

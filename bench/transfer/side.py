@@ -1,4 +1,4 @@
-"""What the two ends of every subject share: scattered blocks, stamps in them, and the timing of calls.
+"""Shared by the two ends of every subject: scattered blocks, stamps in them, and the timing of calls.
 
 Imports NumPy only, so that peers use it in their own virtual environments. A subject is a pair of processes of one
 module; one is asked to `receive`, then the other to `send` to it, and from then on the sender is timed:

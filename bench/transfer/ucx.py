@@ -1,4 +1,4 @@
-"""Where kvpool finds UCX in a bench, if nobody has said: among the peers."""
+"""Where kvpool finds UCX in a bench, unless it is set: among the peers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the study must show, and whether this run of it does."""
+"""The promises of the study, and whether a run keeps them."""
 
 from __future__ import annotations
 

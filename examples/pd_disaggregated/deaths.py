@@ -1,4 +1,4 @@
-"""What users notice when an instance is killed: how long the others do not answer, and how soon it is of use again.
+"""What users notice when an instance is killed: how long the others do not answer, and how soon it serves again.
 
 Who has nothing to do gives no token, and that is nobody's fault. So every time counts from when there was something to
 do for the instance, where that came later.

@@ -1,4 +1,4 @@
-"""What a decode instance must know beside the KV: it rides in `private` of the transfer (MemServe §5.1, PD-Basic)."""
+"""What a decode instance must know beside the KV; it travels in `private` of the transfer (MemServe §5.1, PD-Basic)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the dispatcher and an instance say to each other, over the pipe between them. KV never goes that way.
+"""The messages of the dispatcher and an instance, over the pipe between them. KV never takes that way.
 
 A request is named by its number, and an attempt at it by a second one: when an instance is lost the dispatcher tries
 again, and what is still said about the attempt before is ignored. That an instance is there is told by the cluster.

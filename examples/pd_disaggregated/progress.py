@@ -1,4 +1,4 @@
-"""How far a run is: a bar for who looks at a terminal, plain lines now and then for a file or a pipe."""
+"""The progress of a run: a bar on a terminal, plain lines now and then for a file or a pipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run is given and what it returns: sessions of turns in, answers with their times and bytes out.
+"""The input and the output of a run: sessions of turns in, answers with their times and bytes out.
 
 Plain data. The workloads make sessions, the dispatcher serves them, the report reads answers.
 """

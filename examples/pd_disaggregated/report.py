@@ -1,4 +1,4 @@
-"""Puts the study before a person's eyes: tables for the terminal, Markdown with pictures, JSON."""
+"""Presents the study: tables for the terminal, Markdown with pictures, JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The study: which settings serve which workload at which load, and what came of each.
+"""The study: which settings serve which workload at which load, and their results.
 
 Settings are compared at equal numbers of instances, and a rate is that of one instance: 1P1D counts as two and is
 offered as much as two colocated ones. All settings of a comparison are asked the same, word for word.

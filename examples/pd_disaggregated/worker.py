@@ -1,4 +1,4 @@
-"""A prefill, decode or colocated instance: the process, its mail, and the order in which it does things.
+"""A prefill, decode or colocated instance: the process, its messages, and the order in which it does things.
 
 One thread computes. Others, that of the dispatcher's pipe and those of the pool's callbacks, only put what comes into
 the mail. A round reads the mail, prefills one prompt (first come, first served), and decodes one token of each

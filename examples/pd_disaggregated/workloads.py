@@ -1,4 +1,4 @@
-"""What is asked of the instances: the three workloads of MemServe §8.2 (Table 7, Fig 7), cut to a small model.
+"""The requests to the instances: the three workloads of MemServe §8.2 (Table 7, Fig 7), cut to a small model.
 
     workload   what a session is                              every prompt holds          lengths
     chat       one conversation of five turns                 all that was said before    azure2023_conv

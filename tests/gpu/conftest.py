@@ -1,4 +1,4 @@
-"""What `make test-gpu` says at its end: on what it ran, and what of it."""
+"""The summary of `make test-gpu`: the machine, and the tests that ran."""
 
 from __future__ import annotations
 

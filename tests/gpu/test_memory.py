@@ -1,4 +1,4 @@
-"""A GPU that has not enough memory: a typed error with the numbers, and the memory of the GPU is as it was before."""
+"""A GPU without enough memory: a typed error with the numbers, and the memory of the GPU is unchanged."""
 
 from __future__ import annotations
 

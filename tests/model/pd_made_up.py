@@ -1,4 +1,4 @@
-"""Runs of the PD example that are made up: what they say is known beforehand."""
+"""Made-up runs of the PD example, with known results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The paged model is the model: it agrees with plain dense attention, and does not care how its blocks came about."""
+"""The paged model agrees with plain dense attention, however its blocks were filled."""
 
 from __future__ import annotations
 

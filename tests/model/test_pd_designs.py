@@ -1,4 +1,4 @@
-"""The designs of the PD example: the same tokens, and each moves and keeps what it says."""
+"""The designs of the PD example: all give the same tokens, and each moves and keeps what it promises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures and promises of the PD example, from runs that are made up: what they say is known beforehand."""
+"""Figures and promises of the PD example, from made-up runs with known results."""
 
 from __future__ import annotations
 

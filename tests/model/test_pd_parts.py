@@ -1,4 +1,4 @@
-"""The parts of the PD example that need no process: settings, letters, what a request accepts."""
+"""The parts of the PD example that need no process: settings, messages, what a request accepts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts that several processes compute in turn: the same tokens as from one, each token computed once."""
+"""Prompts that several processes compute in turn: the same tokens as from one process, each computed once."""
 
 from __future__ import annotations
 

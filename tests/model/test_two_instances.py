@@ -1,4 +1,4 @@
-"""The demo of two processes: that it keeps its promises, says so when it does not, and leaves no process behind."""
+"""The demo of two processes: it keeps its promises, says so when it does not, and leaves no process behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pools of several processes that are members of one cluster: the survivor here, and victims that join under a name."""
+"""Pools of several processes that are members of one cluster: the survivor here, and victims that join by name."""
 
 from __future__ import annotations
 

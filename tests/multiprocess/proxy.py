@@ -1,4 +1,4 @@
-"""A cable that the test owns: it can go slow, hold back, be cut, or be torn out, each way by itself."""
+"""A cable under the test's control: slow, stalled, cut or torn out, each direction by itself."""
 
 from __future__ import annotations
 

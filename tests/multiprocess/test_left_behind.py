@@ -1,4 +1,4 @@
-"""What is left of a peer that died, and of a pool that was closed under one.
+"""What a dead peer leaves, and a pool that was closed while one was connected.
 
 Bugs these tests are there to find: a handle that the application keeps keeps the mapping, the socket and the pidfd of a
 peer that is gone; the memory of a closed pool that stays for nothing; the memory of a closed pool that is given back

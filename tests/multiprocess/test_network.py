@@ -1,4 +1,4 @@
-"""A connection that breaks, stands still, or goes one way: through a proxy of the test's.
+"""A connection that breaks, stalls, or works in one direction only: through a proxy of the test.
 
 Bugs these tests are there to find (the numbers are those of docs/how-to/failures.md): a caller who waits for an answer
 that cannot come (2); blocks that stay with a link that is gone (3); a pair that stays apart (4); half a transfer that

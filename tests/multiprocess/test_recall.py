@@ -1,4 +1,4 @@
-"""Blocks that are recalled from a process that frees them, does not care, is stopped or is killed.
+"""Blocks that are recalled from a process that frees them, ignores it, is stopped or is killed.
 
 Bugs these tests are there to find: lent blocks that never come back (a borrower that does not care); blocks that are
 used again while somebody may still write to them (leave out the quarantine); an owner that waits for a borrower that

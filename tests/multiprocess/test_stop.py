@@ -1,4 +1,4 @@
-"""SIGSTOP is not SIGKILL: a process that was paused wakes up and goes on, also with a write that it was in.
+"""SIGSTOP is not SIGKILL: a paused process wakes up and goes on, even with a write that it had begun.
 
 Bugs these tests are there to find: blocks that are used again while somebody may still write to them (1, 5; leave out
 the quarantine, and the stamps break); a caller that waits for a peer that does not answer (2); a pair that does not

@@ -1,4 +1,4 @@
-"""What the tests of the continuous integration read: the Makefile, and the scripts beside it."""
+"""Read by the tests of continuous integration: the Makefile, and the scripts beside it."""
 
 from __future__ import annotations
 

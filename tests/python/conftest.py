@@ -1,4 +1,4 @@
-"""Libraries that answer for the CUDA driver and for NCCL, for processes that tests start: see tests/cpp/fake_cuda."""
+"""Libraries that stand in for the CUDA driver and for NCCL, for processes that tests start: see tests/cpp/fake_cuda."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests see of a GPU's memory: NumPy's arrays where the fake driver has it, copies by the driver where it is real.
+"""A GPU's memory as tests see it: NumPy's arrays where the fake driver has it, copies by the driver where it is real.
 
 Neither torch nor CuPy is needed: a machine with a GPU and a driver is enough.
 """

@@ -1,4 +1,4 @@
-"""What the tests of the local API share: tiny pools, stamps, and the check that an error changed nothing."""
+"""Shared by the tests of the local API: tiny pools, stamps, and the check that an error changed nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of MELL share: a naive carrying out of plans, exact packing, and operations to draw."""
+"""Shared by the tests of MELL: a naive executor of plans, exact packing, and operations to draw."""
 
 from __future__ import annotations
 

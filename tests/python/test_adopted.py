@@ -1,4 +1,4 @@
-"""Pools over an engine's own tensors: any layout of theirs. Allocation by the engine: test_engine_allocates.py."""
+"""Pools over an engine's own tensors, in any layout. Allocation by the engine: test_engine_allocates.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvpool cluster` and `kvpool top`, beside members that are there."""
+"""`kvpool cluster` and `kvpool top`, with real members."""
 
 from __future__ import annotations
 

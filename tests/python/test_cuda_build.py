@@ -1,4 +1,4 @@
-"""The extension with kernels in it: imports and works where there is no CUDA, and keeps the CUDA runtime to itself."""
+"""The extension with kernels in it: imports and works without CUDA, and hides its CUDA runtime."""
 
 import ctypes
 import subprocess

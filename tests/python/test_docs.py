@@ -1,4 +1,4 @@
-"""The documentation is true: its code runs, its links lead somewhere, its lists are complete.
+"""The documentation is true: its code runs, its links have targets, its lists are complete.
 
 A fence of README.md and docs/ that says ```python is code that runs: all those of one file, from top to bottom, as one
 program. What one of them prints is compared with the ```text output that follows it. ```toml is a settings file.

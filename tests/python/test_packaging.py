@@ -1,4 +1,4 @@
-"""What `make wheels` rests on: names and labels, the source package, and checks that find what is wrong."""
+"""The basis of `make wheels`: names and labels, the source package, and checks that find what is wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels and a driver that do not go together: `kvpool info` says so, and a GPU is used without the kernels."""
+"""Kernels that do not match the driver: `kvpool info` says so, and a GPU is used without the kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults that a review found; each of these failed before it was mended."""
+"""Faults that a review found; each test failed before the fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recorded hour of a real service, replayed through the prompt index: the hits are those that others count.
+"""A recorded hour of a real service, replayed through the prompt index: the hits agree with published counts.
 
 The trace gives each prompt as ids of 512-token blocks; an id stands for a block's content and everything before it.
 Here a block of the index is one token, the id itself: two prompts share a prefix exactly as far as their ids agree, so

@@ -1,4 +1,4 @@
-"""One etcd for all tests of membership that need no more of it than a prefix."""
+"""One etcd for all tests of membership that need only a prefix in it."""
 
 from __future__ import annotations
 

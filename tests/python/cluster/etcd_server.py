@@ -1,4 +1,4 @@
-"""An etcd of the tests' own, on loopback, on ports that the kernel has chosen."""
+"""The tests' own etcd, on loopback, on ports that the kernel has chosen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of membership share: clusters of both kinds, and members in processes that are killed and stopped."""
+"""Shared by the tests of membership: clusters of both kinds, and members in processes that are killed and stopped."""
 
 from __future__ import annotations
 

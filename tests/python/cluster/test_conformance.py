@@ -1,4 +1,4 @@
-"""What holds for every kind of cluster: the same tests over the files of one machine and over etcd."""
+"""Properties of every kind of cluster: the same tests over the files of one machine and over etcd."""
 
 from __future__ import annotations
 

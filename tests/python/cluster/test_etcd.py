@@ -1,4 +1,4 @@
-"""What is etcd's own: that it dies, comes back with or without its memory, compacts, wants TLS and passwords."""
+"""What only etcd does: it dies, comes back with or without its data, compacts, wants TLS and passwords."""
 
 from __future__ import annotations
 

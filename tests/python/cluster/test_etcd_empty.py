@@ -1,4 +1,4 @@
-"""An etcd that has lost its memory gives no id to two that live; what cannot be known is decided when it is known."""
+"""An etcd that has lost its data gives no id to two live members; unknown cases are decided once they are known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a watcher makes of a record that has run out, without an etcd and without waiting."""
+"""How a watcher handles expired records, without an etcd and without waiting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A watch of etcd that is dead without anybody being told; and how far what a watch has told is known."""
+"""A watch of etcd that is dead without an error; and which events of a watch have been handled."""
 
 from __future__ import annotations
 

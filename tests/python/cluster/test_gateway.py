@@ -1,4 +1,4 @@
-"""The client of etcd and the renewer, beside an etcd that takes its time with passwords, as one under load does."""
+"""The client of etcd and the renewer, with an etcd that checks passwords slowly, as under load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benches for a GPU, in a small form over a library that answers for the CUDA driver.
+"""The benches for a GPU, in a small form over a library that stands in for the CUDA driver.
 
 So that they run at once where there is a GPU. Their figures mean nothing here, and are not looked at.
 """

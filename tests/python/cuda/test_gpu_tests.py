@@ -1,4 +1,4 @@
-"""What `make test-gpu` says when its time is over, or a process dies: programs that stand for the tests."""
+"""The report of `make test-gpu` when its time is over, or a process dies: with programs in place of the tests."""
 
 from __future__ import annotations
 

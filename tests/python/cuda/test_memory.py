@@ -1,4 +1,4 @@
-"""A GPU that has not enough memory: a typed error with the numbers, and nothing of the pool that was not made."""
+"""A GPU without enough memory: a typed error with the numbers, and nothing is left of the failed pool."""
 
 from __future__ import annotations
 

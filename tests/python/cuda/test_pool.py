@@ -1,4 +1,4 @@
-"""Pools on a GPU, with a library that answers for the driver."""
+"""Pools on a GPU, with a library that stands in for the driver."""
 
 from __future__ import annotations
 

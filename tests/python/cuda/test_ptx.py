@@ -1,4 +1,4 @@
-"""What nvcc makes of the kernels, interpreted on the CPU: every byte agrees with the reference, for all kernels.
+"""The kernels as nvcc compiles them, interpreted on the CPU: every byte agrees with the reference, for all kernels.
 
 Random jobs, which the library's planner cuts into launches (tests/cpp/kernel_jobs). No GPU is needed, but nvcc.
 """

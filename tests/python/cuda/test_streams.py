@@ -1,4 +1,4 @@
-"""The order of the verbs with what an engine has put into its streams, which is still to come when they are called.
+"""The order of verbs and the work in an engine's streams that is still pending when they are called.
 
 Held work writes blocks, or reads them, while a verb that names its stream (or none: then all streams count) has every
 chance to overtake it. Each of these tests has been seen to fail with the event or the wait left out that it is about:

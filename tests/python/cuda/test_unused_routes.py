@@ -1,4 +1,4 @@
-"""A pool on a GPU that goes without UCX and NCCL says so once, and what to install."""
+"""A pool on a GPU without UCX and NCCL says so once, and what to install."""
 
 from __future__ import annotations
 

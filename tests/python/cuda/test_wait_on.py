@@ -1,4 +1,4 @@
-"""Streams that wait for a fetch, while the owner's GPU has still to write what is fetched.
+"""Streams that wait for a fetch, while the owner's GPU still has to write the content.
 
 The owner is on another GPU than the stream that waits: what it sends follows all work of that GPU. `tests/gpu` has the
 same on one GPU, between processes.

@@ -1,4 +1,4 @@
-"""What the tests of KV events over ZMQ share: quick publishers, a router of vLLM's kind, a link that loses messages."""
+"""Shared by the tests of KV events over ZMQ: quick publishers, a router as for vLLM, a link that loses messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logs: silent until asked for, with fields for formatters."""
+"""Logs: silent until configured, with fields for formatters."""
 
 from __future__ import annotations
 

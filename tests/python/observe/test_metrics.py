@@ -1,4 +1,4 @@
-"""Metrics: what Prometheus' own parser reads of them."""
+"""Metrics, read by Prometheus' own parser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the policies share: a cost model by hand, and profiles made from it."""
+"""Shared by the tests of the policies: a cost model by hand, and profiles made from it."""
 
 from __future__ import annotations
 

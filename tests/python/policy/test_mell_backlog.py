@@ -1,4 +1,4 @@
-"""What waits to be moved: offered first, planned anew where the state moved on, made at last; no boundary exceeded."""
+"""Deferred moves: offered first, planned again if the state has changed, made at last; no boundary is exceeded."""
 
 from __future__ import annotations
 

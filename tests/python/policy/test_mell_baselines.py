@@ -1,4 +1,4 @@
-"""Best fit, worst fit, load balancing: what each does where the others do something else, and what all must do."""
+"""Best fit, worst fit, load balancing: how they differ, and what all must do."""
 
 from __future__ import annotations
 

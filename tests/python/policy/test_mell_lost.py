@@ -1,4 +1,4 @@
-"""GPUs that are lost: what they had is placed anew by the next plan, which instances can carry out as it stands."""
+"""Lost GPUs: the next plan places their requests again, and instances can carry it out as it is."""
 
 from __future__ import annotations
 

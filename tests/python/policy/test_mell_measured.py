@@ -1,4 +1,4 @@
-"""Boundaries that were measured: fits, what fits into an epoch, refused profiles. By numbers made by hand."""
+"""Measured boundaries: fits, moves that fit into an epoch, refused profiles. With numbers made by hand."""
 
 from __future__ import annotations
 

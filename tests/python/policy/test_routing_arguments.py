@@ -1,4 +1,4 @@
-"""What the global scheduler refuses, and that nothing has changed then."""
+"""Calls that the global scheduler refuses, without any effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is found by looking at few instances is what the policy chooses of all of them, ties included."""
+"""A search of few instances finds what the policy would choose among all, ties included."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An instance that takes bodies and does not look at them: `python deaf.py` prints its port and runs until killed."""
+"""An instance that accepts bodies and does not read them: `python deaf.py` prints its port and runs until killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the router share: fakes in threads and processes, and a router in a thread, over real sockets."""
+"""Shared by the tests of the router: fakes in threads and processes, and a router in a thread, over real sockets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a router takes at most: requests, connections, headers, time to ask. Over real sockets."""
+"""The limits of a router: requests, connections, headers, time to send one. Over real sockets."""
 
 from __future__ import annotations
 

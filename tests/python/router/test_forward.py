@@ -1,4 +1,4 @@
-"""Requests through a router over real sockets: what passes, what is refused, what is relayed."""
+"""Requests through a router over real sockets: passed on, refused, relayed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvpool sim`: what it prints and writes, and what it says about wrong questions."""
+"""`kvpool sim`: what it prints and writes, and its errors."""
 
 from __future__ import annotations
 

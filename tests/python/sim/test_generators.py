@@ -1,4 +1,4 @@
-"""Made-up workloads: their means, what they share, and that a seed says all."""
+"""Made-up workloads: their means, what they share, and that a seed determines everything."""
 
 from __future__ import annotations
 

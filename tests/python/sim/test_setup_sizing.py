@@ -1,4 +1,4 @@
-"""What a person asks: a cluster by names and gigabytes, the fewest GPUs for a promise, packing."""
+"""Questions to the simulator: a cluster by names and gigabytes, the fewest GPUs for a promise, packing."""
 
 from __future__ import annotations
 

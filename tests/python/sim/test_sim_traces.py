@@ -1,4 +1,4 @@
-"""Traces are read as they are published, row by row, and what is wrong with one is said with the row."""
+"""Traces are read as they are published, row by row, and errors name the row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of transfer share: a second process that is driven over a socket, pairs of pools that know each other
+"""Shared by the tests of transfer: a second process that is driven over a socket, pairs of pools that know each other
 by one route, and the check that nothing is left behind.
 
 A test writes code for the pool at the other end: `pair.b("pool.alloc(3)")` runs there and returns what came out. For

@@ -1,4 +1,4 @@
-"""Blocks arrive as they were, whatever they travel by, wherever they lie, however they are cut."""
+"""Blocks arrive unchanged, by any route, from and to any medium, however they are cut."""
 
 from __future__ import annotations
 

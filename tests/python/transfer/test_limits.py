@@ -1,4 +1,4 @@
-"""What happens at the edges: full receivers, caps, deadlines, cancelling, closing."""
+"""Limits: full receivers, caps, deadlines, cancelling, closing."""
 
 from __future__ import annotations
 

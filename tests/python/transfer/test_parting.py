@@ -1,4 +1,4 @@
-"""Peers that part, are killed, stop or come back, and what is left of them."""
+"""Peers that disconnect, are killed, stop or come back, and what they leave."""
 
 from __future__ import annotations
 

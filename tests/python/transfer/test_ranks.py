@@ -1,4 +1,4 @@
-"""Logical instances of several ranks: what goes in at one side's ranks comes out at the other's, each byte once."""
+"""Logical instances of several ranks: the other side's ranks get every byte of a block once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What went wrong once, where no other test would see it come back."""
+"""Fixed bugs that no other test would notice again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which way blocks take, and where UCX comes from."""
+"""The routes of blocks, and where UCX comes from."""
 
 from __future__ import annotations
 
