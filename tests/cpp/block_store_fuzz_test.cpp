@@ -78,7 +78,7 @@ struct Model {
       free.insert(block);
     }
   }
-  // What differs, or nothing.
+  // The difference, or "" for none.
   std::string difference(const BlockStore& store) const {
     std::array<std::uint32_t, kBlockStateCount> counts{};
     for (std::uint32_t block = 0; block < states.size(); ++block) {

@@ -80,7 +80,7 @@ TEST_CASE("the set of borrowed blocks agrees with a naive model after every even
         named.push_back(&block);
         right = right && allowed(event, block, stale);
       }
-      if (event == Event::kEndWrite && !right) continue;  // to end what was not begun is forbidden
+      if (event == Event::kEndWrite && !right) continue;  // ending a write that was not begun is forbidden
       REQUIRE(works([&] { carry_out(event, blocks, list); }) == right);
       std::uint32_t count = 0;
       for (NaiveBlock* const block : named) {

@@ -29,7 +29,7 @@ inline constexpr int kChildSkipped = 77;  // this machine cannot set up what the
 // Runs `body`, which returns the exit status, in a forked child. Returns that status, or -signal.
 template <typename Body>
 int run_in_child(const Body& body) {
-  std::fflush(nullptr);  // or the child would print again what waits in the buffers
+  std::fflush(nullptr);  // or the child would print the buffered output again
   const pid_t child = fork();
   if (child == 0) {
     int status = kChildThrew;

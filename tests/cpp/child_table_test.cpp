@@ -1,4 +1,4 @@
-// The table of all children, beside a plain list of what is in it.
+// The table of all children, beside a plain list of its items.
 #include "kvpool/index/child_table.h"
 
 #include <doctest/doctest.h>

@@ -155,7 +155,7 @@ class Side {
       if (way.route != "nccl" || has_gpu(place)) options.routes.push_back(way.route);
     }
     options.transports.nccl = fake_nccl_path();
-    options.measure_routes = false;  // costs are what is assumed of each route
+    options.measure_routes = false;  // costs are the estimates of each route
     service_ = &node_.start_service(options);
   }
   ~Side() { pool_->close(); }
@@ -283,7 +283,7 @@ void check_ways(const World& world, Place from, Place to, bool same_gpu) {
   const Side here("here", from, 0);
   const Side there("there", to, same_gpu ? 0 : 1);
   REQUIRE(here.service().connect(there.service().listen(unix_address()), real_seconds(20)) == "there");
-  // First what is chosen, while nothing is known of a route but what is assumed. NCCL is for what is large, and a route
+  // First the choice while only estimates of the routes are known. NCCL is for large content, and a route
   // that has to get ready, by pinning the peer's memory, say, is chosen as soon as it is.
   std::uint64_t fewest = ~std::uint64_t{0};
   for (const Way& way : kWays) {

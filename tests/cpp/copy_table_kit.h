@@ -56,7 +56,7 @@ inline void fill(const FakeCuda& cuda, const Arena& arena, std::uint32_t seed) {
   }
 }
 
-// How many of these blocks do not hold what the other list's block of that seed held.
+// How many of these blocks do not hold the content that the other list's blocks had with that seed.
 inline std::size_t wrong(const FakeCuda& cuda, const Arena& arena, const Addresses& to, std::uint32_t seed,
                          const Addresses& from) {
   std::size_t count = 0;

@@ -11,7 +11,7 @@
 namespace kvpool::testing {
 namespace {
 
-// What a probe takes: few bytes and many, of one block and of several, three times each.
+// The times of probes: few bytes and many, of one block and of several, three times each.
 std::vector<CostSample> samples_of(const RoutePrior& prior) {
   std::vector<CostSample> samples;
   for (int i = 0; i < 3; ++i) {

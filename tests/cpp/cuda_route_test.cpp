@@ -1,5 +1,5 @@
 // Writes by a GPU that are cut into parts: how these follow each other, and that no part of an ended write is
-// under way. What a transfer by these routes does, device_transfer_test.cpp and verbs_test.cpp try.
+// under way. device_transfer_test.cpp and verbs_test.cpp test whole transfers by these routes.
 #include "kvpool/routes/cuda_ipc/cuda_route.h"
 
 #include <doctest/doctest.h>
@@ -158,7 +158,7 @@ TEST_CASE("a write by the GPU has at most two parts under way") {
 
 TEST_CASE("a write by the GPU that is stopped between two parts has written only the parts that it had begun") {
   const FakeCuda cuda;
-  cuda.set("delay_us", 20'000);  // what is not waited for comes too late for the checks
+  cuda.set("delay_us", 20'000);  // a copy that is not waited for comes too late for the checks
   const TellingKernels kernels(cuda);
   for (const ErrorCode wanted : {ErrorCode::kCancelled, ErrorCode::kDeadline, ErrorCode::kPeerLost}) {
     CAPTURE(static_cast<int>(wanted));
@@ -197,7 +197,7 @@ TEST_CASE("when a part cannot be begun, the one before it is waited for") {
   };  // no memory: a kernel that cannot run is done without
   CHECK(code_of([&] { route.write(route.request()); }) == ErrorCode::kOutOfMemory);
   CHECK(route.arrived() == 2);
-  CHECK(cuda.count("cuStreamSynchronize") == 3);  // what the third had begun, too
+  CHECK(cuda.count("cuStreamSynchronize") == 3);  // also for the parts that the third had begun
   TellingKernels::on_launch() = nullptr;
   route.clear();
   CHECK(route.write(route.request()).calls == route.parts());

@@ -172,7 +172,7 @@ TEST_CASE("if any driver call fails, a device arena leaves nothing behind") {
         cuda.fail_nth(n, code);
         try {
           const DeviceArena arena(options_of(4, kind));
-          cuda.fail_nth(0, 0);  // what goes now may go
+          cuda.fail_nth(0, 0);  // what is freed now may be
         } catch (const Error& error) {
           ++failures;
           const ErrorCode wanted = code == 2     ? ErrorCode::kOutOfMemory

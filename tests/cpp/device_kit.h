@@ -89,7 +89,7 @@ class Gate {
   const std::shared_ptr<std::atomic<bool>> open_ = std::make_shared<std::atomic<bool>>(false);
 };
 
-// Longer than any copy that nothing holds up: what is not ordered after it comes before.
+// Longer than any copy that is not held up: work that is not ordered after it comes before.
 inline void dawdle() { std::this_thread::sleep_for(std::chrono::milliseconds(30)); }
 
 // Every piece of the block filled with the value, in ordinary memory or a GPU's.
@@ -123,12 +123,12 @@ class StreamKernels {
   StreamKernels& operator=(const StreamKernels&) = delete;
 
   const cuda::KernelSet& set() const { return set_; }
-  // What every launch answers from now on; 0: it copies.
+  // The result of every launch from now on; 0: it copies.
   static std::atomic<int>& answer() {
     static std::atomic<int> code{0};
     return code;
   }
-  // What loading answers from now on; in which device's context it was asked last.
+  // The result of loading from now on; the device whose context was current at the last.
   static std::atomic<int>& load_answer() {
     static std::atomic<int> code{0};
     return code;

@@ -1,4 +1,4 @@
-// What comes after the application's work on a GPU without a stream being named, and beside an application that
+// The order after the application's work on a GPU if no stream is named, and beside an application that
 // captures a CUDA graph.
 #include <doctest/doctest.h>
 
@@ -67,7 +67,7 @@ TEST_CASE("a wait for the work of a whole device ends with the work, at the dead
       CHECK(order->ended() == now);  // not known of all the work there is
       if (!now) continue;
       const Stalled later(engine);
-      CHECK(order->ended());  // what came later is not waited for
+      CHECK(order->ended());  // later work is not waited for
       order->wait(0, nullptr);
     }
   }

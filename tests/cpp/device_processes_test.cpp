@@ -1,4 +1,4 @@
-// Transfers between the GPUs of two processes, and what is left when one of them is killed. All over the fake driver.
+// Transfers between the GPUs of two processes, also when one of them is killed. All over the fake driver.
 #include <unistd.h>
 
 #include <atomic>
@@ -59,7 +59,7 @@ std::shared_ptr<Pool> gpu_pool(int device, DeviceMemoryKind memory = DeviceMemor
 // Of two processes; `memory` is that of both.
 void send_to_each_other(DeviceMemoryKind memory) {
   const std::string address = unix_address();
-  // The peer sends back what it gets, one more in each stamp's place.
+  // The peer sends back what it gets, with one added to each stamp.
   PeerProcess peer([&](auto&& wait) {
     const FakeCuda cuda;
     const auto pool = gpu_pool(1, memory);
@@ -170,8 +170,7 @@ void kill_a_writer(DeviceMemoryKind memory) {
   const bool kept = count(BlockState::kQuarantined) == 4;
   CHECK((kept || monotonic_ns() - before_ns >= 400'000'000));
   REQUIRE(until([&] { return count(BlockState::kFree) == 8; }));
-  CHECK(monotonic_ns() - gone_ns >=
-        400'000'000);  // what its GPU was at has had time to end: WriterQuarantine::kGpuGraceNs
+  CHECK(monotonic_ns() - gone_ns >= 400'000'000);  // its GPU has had time to finish: WriterQuarantine::kGpuGraceNs
 }
 
 TEST_CASE("blocks on a GPU are freed when the process that writes them is killed and not before") {
@@ -202,7 +201,7 @@ TEST_CASE("memory that a peer has opened by a handle outlives its pool until tha
     auto pool = gpu_pool(0, DeviceMemoryKind::kPlain);
     PeerNode node(pool, make_ranks);
     node.start_service(named("main")).connect(address, real_seconds(20));
-    // Nothing is promised to it, and nothing written. But what it has open must not be freed.
+    // Nothing is promised to it or being written. But memory that it has open must not be freed.
     if (stopped) peer.stop();
     pool->close();
     pool.reset();

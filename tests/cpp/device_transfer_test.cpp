@@ -1,5 +1,5 @@
 // Transfers from and to blocks on a (fake) GPU: the order with the application's streams, failures, other processes.
-// What a transfer does in general, verbs_test.cpp tries over these routes as over all others.
+// verbs_test.cpp tests transfers in general over these routes, as over all others.
 #include <unistd.h>
 
 #include <atomic>

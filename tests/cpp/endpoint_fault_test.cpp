@@ -31,7 +31,7 @@ TEST_CASE("an endpoint: the error is kPeerLost without a listener, and kDeadline
   const std::int64_t begun = monotonic_ns();
   CHECK(error_of([&] { client.endpoint->connect("unix:" + name, in_seconds(0.2)); })->code() == ErrorCode::kDeadline);
   CHECK(monotonic_ns() - begun < 5 * kSecond);
-  // One that closes at once, however often it is called, and one that says what no kvpool says.
+  // One that closes every connection at once, and one that sends what no kvpool would.
   std::atomic<bool> over{false};
   std::atomic<bool> says_http{false};
   std::thread closer([&] {
@@ -136,7 +136,7 @@ TEST_CASE("an endpoint: without spare descriptors it pauses, and serves again wh
   Member server("server");
   const std::string at = server.endpoint->listen(fresh_name("unix:@"));
   Member client("client");
-  // What a client needs before the server has to accept.
+  // The messages that a client needs before the server has to accept.
   Descriptor caller = dial(parse_address(at), NoPatience());
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
   std::vector<int> taken;

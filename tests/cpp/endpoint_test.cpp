@@ -78,7 +78,7 @@ TEST_CASE("an endpoint: a refusal carries its numbers") {
   const auto error =
       error_of([&] { client.endpoint->connect(server.endpoint->listen("tcp:127.0.0.1:0"), in_seconds(10)); });
   REQUIRE(error);
-  REQUIRE(error->fields().size() == 1);  // what the reader does not know is left out
+  REQUIRE(error->fields().size() == 1);  // unknown fields are left out
   CHECK(std::string(error->fields()[0].first) == "incarnation");
   CHECK(error->fields()[0].second == -5);
 }
@@ -230,7 +230,7 @@ TEST_CASE("an endpoint: the socket file of a dead process is replaced, a live on
     CHECK(second.endpoint->connect(address, in_seconds(10)) != nullptr);
   }
   CHECK_FALSE(exists());
-  // What is no socket is left alone; what replaced ours is, too.
+  // Files that are no sockets are left alone, and so is one that replaced ours.
   const int file = open(path.c_str(), O_CREAT | O_WRONLY | O_CLOEXEC, 0600);
   REQUIRE(file >= 0);
   close(file);

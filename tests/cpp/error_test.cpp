@@ -16,7 +16,7 @@ namespace {
 static_assert(std::is_nothrow_copy_constructible_v<Error> && std::is_nothrow_copy_assignable_v<Error>);
 
 const char* const kText =
-    "the blocks are gone, all of them, and the peer that had them";  // longer than what a string holds
+    "the blocks are gone, all of them, and the peer that had them";  // longer than a string holds inline
 
 TEST_CASE("error: a copy keeps its text when the original is destroyed or moved from") {
   std::optional<Error> first(std::in_place, ErrorCode::kState, kText, std::initializer_list<ErrorField>{{"block", 7}});

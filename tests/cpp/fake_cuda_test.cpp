@@ -62,7 +62,7 @@ class HeldStream {
   std::atomic<bool> open_{false};
 };
 
-// What the process dies of when it does that, in a child.
+// How a child ends that does this: its signal.
 template <typename Body>
 int death_of(const FakeCuda& cuda, const Body& body) {
   return test::run_in_child([&] {

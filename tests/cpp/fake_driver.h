@@ -32,7 +32,7 @@ class FakeCuda {
     REQUIRE(handle_ != nullptr);
     find<fake_cuda::ResetFunction>("fake_cuda_reset")();
   }
-  // In a forked child, for tests of what ends a process.
+  // In a forked child, for tests of calls that end the process.
   void go_on_after_fork() const { find<fake_cuda::GoOnFunction>("fake_cuda_go_on_after_fork")(); }
   void fail(const char* call, int code) const { find<fake_cuda::FailFunction>("fake_cuda_fail")(call, code); }
   // Of the calls from now on, the n-th; 0: none.

@@ -22,7 +22,7 @@ struct Sent {
   PayloadEnd end = PayloadEnd::kWhole;
 };
 
-// Writes down what the reader hands over, and gives places of random shape, or none.
+// Records what the reader hands over, and gives places of random shape, or none.
 class Sink final : public FrameSink {
  public:
   explicit Sink(Dice& dice) : dice_(dice) {}
@@ -252,7 +252,7 @@ TEST_CASE("frames: a bit that flips anywhere is found, every time") {
   CHECK(ended > flips / 2);
 }
 
-// A man in the middle may do with the bytes what he likes, and hold back what he likes. What he cannot do is have a
+// A man in the middle may change and hold back any bytes. But he cannot have a
 // byte placed where the sender has not said.
 TEST_CASE("frames: no payload is placed before the header of its frame is verified") {
   for (const Wire wire : {Wire::kTcpChecksum, Wire::kTcpMac}) {

@@ -17,7 +17,7 @@
 
 namespace kvpool::testing {
 
-// What KVPOOL_SEED says.
+// The value of KVPOOL_SEED.
 inline std::optional<std::vector<std::uint64_t>> given_seeds() {
   const char* given = std::getenv("KVPOOL_SEED");
   if (given == nullptr) return std::nullopt;
@@ -85,7 +85,7 @@ inline constexpr bool kSanitized = true;
 inline constexpr bool kSanitized = false;
 #endif
 
-// For comparisons with a model: what a sanitizer can find, it finds in a quarter of the steps. `make cpp-plain` runs
+// For comparisons with a model: a sanitizer finds what it can find in a quarter of the steps. `make cpp-plain` runs
 // the files that call this without one, and takes all of them.
 inline int model_length(int steps) { return fuzz_length(kSanitized ? steps / 4 : steps); }
 

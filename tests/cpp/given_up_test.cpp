@@ -40,7 +40,7 @@ class Source {
   void* memory_ = nullptr;
 };
 
-// What a reader makes of a stream: the payload of the first frame, how it ended, and the messages behind it.
+// The result of reading a stream: the payload of the first frame, how it ended, and the messages behind it.
 struct Heard final : FrameSink {
   void on_frame(const FrameHeader& header, Bytes&&) override { ids.push_back(header.id); }
   Placement on_data_frame(const FrameHeader& header, std::span<const std::byte> body) override {
@@ -55,7 +55,7 @@ struct Heard final : FrameSink {
   std::vector<std::uint64_t> ids;
 };
 
-// Appends what a cursor says next to the stream, up to so many bytes.
+// Appends the next bytes of a cursor to the stream, up to a number.
 void pull(FrameCursor& cursor, Bytes& stream, std::size_t most) {
   for (auto batch = cursor.batch(); !batch.empty() && most > 0; batch = cursor.batch()) {
     const std::size_t length = std::min(batch[0].iov_len, most);
@@ -251,7 +251,7 @@ TEST_CASE("a frame grows to the length that the link sends in a few milliseconds
     CHECK(pace.payload_bytes() >= least);
     CHECK(pace.payload_bytes() <= most);
     // A link that stalled does not stay slow.
-    for (int frame = 0; frame < 2; ++frame) pace.measured(0, kSecond);  // the first ends what was begun before
+    for (int frame = 0; frame < 2; ++frame) pace.measured(0, kSecond);  // the first ends the earlier frame
     CHECK(pace.payload_bytes() == FramePace::kBytesMin);
     for (int frame = 0; frame < 2000; ++frame) pace.measured(pace.payload_bytes(), 8'000);
     CHECK(pace.payload_bytes() == FramePace::kBytesMax);

@@ -55,7 +55,7 @@ class RankMemory {
   std::vector<std::vector<std::byte>> memory_;
 };
 
-// What a byte of a logical block has as its value.
+// The value of a byte of a logical block.
 std::byte value_of(std::uint32_t block, std::uint32_t number) {
   return static_cast<std::byte>((number * 2654435761U + block * 40503U) >> 13);
 }

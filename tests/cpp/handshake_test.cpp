@@ -38,7 +38,7 @@ std::string hex(std::span<const std::byte> bytes) {
   return text;
 }
 
-// What one side made of the bytes it got.
+// The result of one side's handshake.
 struct Outcome {
   Bytes out;
   bool failed = false;

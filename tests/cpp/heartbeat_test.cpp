@@ -102,7 +102,8 @@ TEST_CASE("a heartbeat continues the count of lapses in its page") {
 
 TEST_CASE("a forked child has no heartbeat, and can end without it") {
   Page page;
-  constexpr std::int64_t kLongerThanTheMachineRuns = 1'000'000'000'000 * kMs;  // what it cannot see is no fresh beat
+  constexpr std::int64_t kLongerThanTheMachineRuns =
+      1'000'000'000'000 * kMs;  // a time that it cannot read is no fresh beat
   auto heartbeat = std::make_unique<Heartbeat>(page.descriptor, kMs, kLongerThanTheMachineRuns);
   const int status = run_in_child([&] {
     if (heartbeat->beat_ns() != 0 || heartbeat->fresh()) return 1;

@@ -20,7 +20,7 @@ class HeldTasks {
   explicit HeldTasks(std::size_t n) : tasks_(n) {}
   ~HeldTasks() {
     go_all();
-    while (running_ > 0) usleep(100);  // what a task that has begun still touches is here
+    while (running_ > 0) usleep(100);  // a running task still uses these members
   }
 
   Task task(std::size_t i) {

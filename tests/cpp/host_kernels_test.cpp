@@ -17,7 +17,7 @@ using testing::GpuHere;
 constexpr int kIllegalAddress = 700;
 constexpr int kMisalignedAddress = 716;
 
-// Of what is in the stream. The context works again afterwards, so that the test can give back what it has.
+// For the work in the stream. The context works again afterwards, so that the test can give back what it has.
 int outcome_of(const GpuStream& stream) {
   const int code = GpuHere::here()->driver().stream_synchronize(stream.get());
   GpuHere::here()->fake().lose(0, 0);

@@ -89,7 +89,7 @@ TEST_CASE("memory without a handle, or beyond the end of the handle's, is given 
   CHECK(error_of([&] { ipc_allocations(*context, ranges_of(plain)); })->code() == ErrorCode::kDeviceLost);
 }
 
-// What a process tells this one.
+// A message of the other process.
 struct Told {
   IpcAllocation allocation;
   std::atomic<bool> there;

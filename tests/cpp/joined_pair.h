@@ -45,7 +45,7 @@ class Node {
   virtual std::shared_ptr<Transfer> fetch(FetchRequest&& request) = 0;  // names its destinations
   virtual Addresses borrow(std::size_t n, MediumChoice medium) = 0;
   virtual void give_back(const Addresses& addresses) = 0;
-  // What waits for the application; null when nothing does.
+  // The next item for the application; null when there is none.
   virtual std::unique_ptr<Received> next_received() = 0;
 
   std::uint32_t count(BlockState state) {
@@ -93,7 +93,7 @@ class JoinedPair {
     const auto error = end_of(transfer);
     REQUIRE_MESSAGE(!error, std::string(error ? error->what() : ""));
   }
-  // Waits for what was sent to the application of this node.
+  // Waits for an item for the application of this node.
   std::unique_ptr<Received> receive(Node& node) {
     std::unique_ptr<Received> item;
     REQUIRE(eventually([&] { return (item = node.next_received()) != nullptr; }));

@@ -1,5 +1,5 @@
 // The kernels' arithmetic, thread by thread: every byte of a job is written exactly once, nothing else is touched,
-// every access is aligned, and what comes out is what the reference makes.
+// every access is aligned, and the result is the reference's.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -203,7 +203,7 @@ TEST_CASE("a launch that fails ends the job") {
   CHECK(calls == 2);
 }
 
-// A memory of which only what is written exists: addresses may be anywhere.
+// A memory in which only written bytes exist: addresses may be anywhere.
 struct SparseMemory {
   std::map<std::uint64_t, std::uint64_t> copied;  // destination of a unit to its source
   std::uint64_t last = 0;

@@ -1,4 +1,4 @@
-// A rank that writes by its own routes, in the caller's thread, channel after channel: what stands for a worker in
+// A rank that writes by its own routes, in the caller's thread, channel after channel: it stands for a worker in
 // tests.
 #pragma once
 

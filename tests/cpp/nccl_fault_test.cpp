@@ -164,7 +164,7 @@ TEST_CASE("nccl inbox: a pass longer than its sender has announced is refused") 
     return read_passed(message.body);
   }();
   CHECK(unmade.number == 0);
-  CHECK(unmade.outcome == NcclOutcome::kFailed);  // what NCCL's system error says today, it may not say tomorrow
+  CHECK(unmade.outcome == NcclOutcome::kFailed);  // NCCL's system error may be gone next time
 }
 
 TEST_CASE("nccl inbox: a peer that announces passes without waiting is disconnected, and its passes are answered") {

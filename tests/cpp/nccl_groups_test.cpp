@@ -51,7 +51,7 @@ class Instance {
     return make_group_route(std::make_shared<const ReshardPlan>(plan_reshard(sharding_, peer.sharding_)),
                             std::move(writers));
   }
-  // What each rank has of a block whose bytes are these.
+  // Each rank's part of a block with these bytes.
   void put(const FakeCuda& cuda, Address address, const std::vector<std::byte>& whole) const {
     each_byte(cuda, address, [&](std::byte& byte, std::uint32_t number) { byte = whole[number]; });
   }

@@ -124,7 +124,7 @@ class Side {
         },
         [this](std::uint64_t, bool intact) { ++(intact ? placed : given_up); });
   }
-  // What it has taken of the GPU is given back by the receiver's thread.
+  // The receiver's thread frees what it has taken of the GPU.
   ~Side() { route_.reset(); }
   Side(const Side&) = delete;
   Side& operator=(const Side&) = delete;

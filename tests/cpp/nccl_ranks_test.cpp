@@ -91,7 +91,7 @@ TEST_CASE("nccl ranks: a meeting ends only after the content that was arriving i
       ranks.b.channels.depart(kMeeting, kOver, clear_b.call(ranks.released));
       ranks.a.channels.depart(kMeeting, kOver, [&] { ++clear_a.calls; });
     }
-    // The sender does not wait for it: what it cannot know it does not say.
+    // The sender does not wait for it, and does not report what it cannot know.
     REQUIRE(soon([&] { return outcome->reports == 1; }));
     CHECK(outcome->code == code(ErrorCode::kPeerLost));
     REQUIRE(soon([&] { return ranks.nccl.count("ncclCommAbort") >= 2; }));

@@ -156,7 +156,7 @@ TEST_CASE("nccl: a pool that is not on a GPU cannot name the route, and one that
   CHECK(code_of([&] { node.start_service(service); }, &text) == ErrorCode::kUnsupported);
   CHECK(text.find("kvpool[nccl") != std::string::npos);
   service.transports.nccl = fake_nccl_path();
-  node.start_service(service);  // nothing is left of what failed
+  node.start_service(service);  // the failed one has left nothing
 }
 
 TEST_CASE("nccl: there is no checksum of memory that the CPU cannot read") {

@@ -112,7 +112,7 @@ TEST_CASE("after a late insertion the receiver's answer decides who owns the des
   }
 }
 
-// What a link has not brought yet when its transfer ends comes later than what is written past it.
+// Data that is still on the link when its transfer ends arrives later than writes that bypass the link.
 TEST_CASE("on the way to lent blocks nothing overtakes the data of a transfer that was given up") {
   SessionKit kit(/*one_sided=*/false);
   const Addresses borrowed = kit.borrow(1);

@@ -155,7 +155,7 @@ TEST_CASE("handles stand for memory that the segments lie in, each in one, and f
   refused("a segment lies in no allocation", [](MetadataMedium& medium) { medium.allocations.pop_back(); });
   refused("a segment lies in no allocation", [](MetadataMedium& medium) { medium.allocations[1].bytes -= 1; });
   refused("a segment lies in no allocation", [](MetadataMedium& medium) { medium.segments[0].address -= 513; });
-  // What begins in the one and ends in the other cannot be opened as it lies.
+  // A segment that begins in one handle's memory and ends in another's cannot be opened.
   refused("a segment lies in no allocation",
           [](MetadataMedium& medium) { medium.segments[0].address = medium.allocations[1].address - 1; });
   refused("address of an allocation", [](MetadataMedium& medium) { medium.allocations[0].bytes += 1; });

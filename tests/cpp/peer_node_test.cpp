@@ -15,7 +15,7 @@ namespace kvpool::testing {
 using namespace services;  // NOLINT(google-build-using-namespace)
 namespace {
 
-// What the service's part of a node found as it was closed.
+// The state that the service's part of a node found when it was closed.
 struct Noted {
   int closed = 0;
   int stopped = 0;

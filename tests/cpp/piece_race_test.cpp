@@ -19,7 +19,7 @@ namespace {
 constexpr std::array<std::size_t, 4> kLengths{32, 64, 128, 256};
 constexpr std::int64_t kLimit = 1'000'000;
 
-// What the copies take: by racer, length and the number of the try.
+// The times of copies: by racer, length and number of the try.
 using Cost = std::function<std::int64_t(Racer racer, std::size_t piece, int turn)>;
 
 struct Run {

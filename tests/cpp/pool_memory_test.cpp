@@ -1,4 +1,4 @@
-// What the pool's verbs leave behind when memory runs out in the middle.
+// The pool's verbs when memory runs out in the middle: they leave nothing behind.
 #include <doctest/doctest.h>
 
 #include "failing_alloc.h"

@@ -152,7 +152,7 @@ TEST_CASE("a pinned prompt is neither evicted, moved nor deleted") {
   Found held = match(pool, prompt(1, 2));
   Addresses out(4);
   CHECK(code_of([&] { pool->alloc_evicting(3, Medium::kHbm, out.data()); }) == ErrorCode::kOutOfBlocks);
-  CHECK(pool->swap_out(4).size() == 2);  // what the match did not cover
+  CHECK(pool->swap_out(4).size() == 2);  // the blocks that the match did not cover
   const Tokens tokens = prompt(1, 4);
   CHECK(code_of([&] { pool->erase("", tokens.data(), tokens.size(), true); }) == ErrorCode::kState);
   held.pins.release();
@@ -350,7 +350,7 @@ TEST_CASE("adopted memory: states follow the engine's calls, and its blocks are 
   CHECK(pool->audit().media[Medium::kHbm].by_state == audited.media[Medium::kHbm].by_state);
   CHECK(match(pool, prompt(1, 2)).hit.pages == 0);
 
-  // What the pool caches in its own blocks does not move into the engine's.
+  // Cached blocks of the pool do not move into the engine's.
   insert(pool, prompt(1, 2), cached);
   Found cold = match(pool, prompt(1, 2));
   REQUIRE(cold.addresses == cached);

@@ -39,7 +39,7 @@ constexpr ValueClass kClasses[] = {ValueClass::kHbm, ValueClass::kDram, ValueCla
 Address hbm(std::uint32_t block) { return make_address(0, Medium::kHbm, 0, block); }
 Address dram(std::uint32_t block) { return make_address(0, Medium::kDram, 0, block); }
 
-// Writes down what goes, in room made beforehand.
+// Records evicted values, in memory reserved beforehand.
 struct Gone final : kvpool::IndexObserver {
   std::vector<Address> values;
   Gone() { values.reserve(1000); }
@@ -74,7 +74,7 @@ struct Rig {
     });
     return first;
   }
-  // What goes when everything goes, in order. Ends the rig's use.
+  // All values in the order of eviction. Ends the rig's use.
   std::vector<Address> order() {
     gone.values.clear();
     for (const ValueClass value_class : kClasses) {
@@ -85,7 +85,7 @@ struct Rig {
   }
 };
 
-// One call that may fail, on a rig made for it. What it pins it hands over in `pin`.
+// One call that may fail, on a rig made for it. It returns its pin in `pin`.
 using Call = std::function<void(Rig& rig, IndexPin& pin)>;
 
 int fail_each(EvictionPolicy policy, int more, bool with_reader, const Call& call, std::size_t result) {

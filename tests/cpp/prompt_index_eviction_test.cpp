@@ -105,7 +105,7 @@ TEST_CASE("held pages are neither evicted nor held twice, and can be evicted aga
   CHECK(node->pages == 2);
   CHECK(node->payload.values[0] == 12);
   CHECK(rig.index.evictable(ValueClass::kOpaque) == 1);
-  CHECK(rig.evict(9).empty());  // 11 cannot go before what hangs below it
+  CHECK(rig.evict(9).empty());  // 11 cannot be evicted before its descendants
   PromptNode* above = rig.index.hold_coldest(ValueClass::kOpaque, 9);
   REQUIRE(above != nullptr);
   CHECK(above->pages == 1);

@@ -46,7 +46,7 @@ constexpr std::uint64_t kSeed = 7;
 
 std::size_t pages_in(const Run& run, const Tree& tree) { return run.size() / tree.page_tokens(); }
 
-// Stores a run below a root: cuts where it leaves what is there, and adds the rest as one node.
+// Stores a run below a root: cuts where it diverges, and adds the rest as one node.
 Node* store(Tree& tree, const Run& run, const std::string& label, const char* name = "") {
   Node* root = tree.ensure_root(name);
   const Tree::Position position = tree.descend(root, run.data(), pages_in(run, tree), kNoVisit);

@@ -116,7 +116,7 @@ struct RankHere {
   const std::vector<Address> all = alloc(*pool, 8);
 };
 
-// What an order came to.
+// The outcome of an order.
 struct Outcome {
   std::atomic<int> reports{0};
   std::atomic<std::uint64_t> bytes{0};

@@ -1,4 +1,4 @@
-// What the scheduler of a logical instance makes of what its ranks answer, with links that follow a script.
+// How the scheduler of a logical instance handles its ranks' answers, with links that follow a script.
 #include "kvpool/ranks/rank_hub.h"
 
 #include <doctest/doctest.h>

@@ -92,7 +92,7 @@ inline void send_raw(const Descriptor& socket, std::span<const std::byte> bytes,
   }
 }
 
-// What has arrived, without waiting for more.
+// All that has arrived, without waiting for more.
 inline Bytes received_raw(const Descriptor& socket) {
   Bytes all;
   std::byte bytes[4096];

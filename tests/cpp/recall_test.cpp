@@ -17,7 +17,7 @@ bool same(const RecallResult& result, std::uint32_t returned, std::uint32_t free
 // An owner with a call that ends when the script says so.
 struct Owner : SessionKit {
   explicit Owner(bool one_sided = true) : SessionKit(one_sided) {}
-  // `borrower`: what it does about the call. Then time passes to the deadline.
+  // `borrower`: its reaction to the call. Then time passes to the deadline.
   RecallResult recall(const Addresses& addresses, const std::function<void(std::uint64_t id)>& borrower = {}) {
     std::optional<std::uint64_t> asked;
     link->meanwhile = [&, this](std::int64_t until_ns) {

@@ -118,7 +118,7 @@ TEST_CASE("a single peer may fill the queue, and every other peer still has its 
   CHECK(fill(queue, "b") == 4);
   CHECK(fill(queue, "c") == 4);
   for (int i = 0; i < 64; ++i) CHECK(queue.pop(0)->peer == "a");
-  CHECK(fill(queue, "a") == 56);  // with what b and c have
+  CHECK(fill(queue, "a") == 56);  // with the items of b and c
 }
 
 TEST_CASE("in a queue for few items every peer has room for one") {

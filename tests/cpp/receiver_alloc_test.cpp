@@ -9,7 +9,7 @@ namespace {
 
 constexpr std::uint64_t kId = 5;
 
-// After the failure the peer gives up, returns what it was lent, and goes: nothing is left.
+// After the failure the peer gives up, returns the lent blocks and disconnects: nothing is left.
 void leave(SessionKit& kit) {
   if (!kit.link->closed) {
     kit.ask(kAbandonVerb, kId);
@@ -73,7 +73,7 @@ TEST_CASE("running out of memory while serving a peer ends in an answer or the e
         message = {FrameKind::kCall, kCompleteVerb.number, kId, write_body(completion)};
       }
       kit.link->sent.reserve(8);
-      // A link takes what is thrown at it for the end.
+      // An error that is thrown at a link ends it.
       fail([&] {
         try {
           kit.session->on_message(std::move(message));

@@ -1,4 +1,4 @@
-// What a peer sends, against the receiving half of the protocol: a transfer completes only when all of it is in place.
+// The content of transfers at the receiving half of the protocol: a transfer completes only when all of it is in place.
 #include <doctest/doctest.h>
 
 #include <optional>
@@ -89,7 +89,7 @@ TEST_CASE("a transfer to lent blocks is completed only when all of its content w
   if (placement) kit.session->on_placed(placement->token, true);
   CHECK(kit.received.pop(0) == nullptr);
   CHECK(kit.count(BlockState::kLent) == 2);
-  // The same number once more: nothing is left of what went wrong.
+  // The same number once more: the failed one has left nothing.
   completion.bytes = kit.bytes_of(2);
   CHECK(kit.place(kId, {lent[0]}));
   CHECK(kit.place(kId, {lent[1]}));

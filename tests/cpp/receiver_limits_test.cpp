@@ -40,7 +40,7 @@ TEST_CASE("a peer's work in progress is limited, and the refusal says when to tr
   static_cast<void>(kit.reserve(4, SessionKit::reservation(1)));
   kit.ask(kReserveVerb, 5, write_body(SessionKit::reservation(0)));
   CHECK(kit.refusal() == ErrorCode::kBusy);
-  // What is quarantined for it counts, too.
+  // Blocks that are quarantined for it count, too.
   kit.session->tick(kit.host.now + 1001 * kMs);
   kit.ask(kReserveVerb, 6, write_body(SessionKit::reservation(1)));
   CHECK(kit.refusal() == ErrorCode::kBusy);

@@ -44,7 +44,7 @@ inline std::vector<std::uint32_t> engine_split(std::uint32_t layers, std::uint32
   return partitions;
 }
 
-// What the rank holds of a block, by number, and nothing of the planner's arithmetic.
+// The rank's part of a block, by number, without the planner's arithmetic.
 inline Bytes32 shard(const KVShape& shape, const Parallel& parallel, std::uint32_t rank) {
   const std::vector<std::uint32_t> stages =
       parallel.stage_layers.empty() ? engine_split(shape.layers, parallel.pp, parallel.split) : parallel.stage_layers;

@@ -21,7 +21,7 @@ namespace {
 
 constexpr std::uint32_t kUnwritten = std::numeric_limits<std::uint32_t>::max();
 
-// Ranks of the sender that hold the same share what is asked of them.
+// Ranks of the sender that hold the same heads share the work.
 void check_balance(const ReshardPlan& plan) {
   std::vector<std::uint64_t> sent(plan.from.ranks());
   for (const ReshardPair& pair : plan.pairs) sent[pair.from_rank] += pair.bytes;

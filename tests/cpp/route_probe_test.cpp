@@ -110,7 +110,7 @@ class ProbeKit {
   ProbeKit(const ProbeKit&) = delete;
   ProbeKit& operator=(const ProbeKit&) = delete;
 
-  // What a write of four blocks takes now.
+  // The time that a write of four blocks takes now.
   std::string chosen(Medium from = Medium::kHbm, Medium to = Medium::kHbm) const {
     const std::vector<std::shared_ptr<Route>> routes{slow, fast};
     return cheapest_route(routes, "", 4, 1024, media_set_of(from), media_set_of(to), clock_.now_ns())->name();

@@ -65,7 +65,7 @@ struct Trial {
   bool merge = true;
 };
 
-// The route writes what it should; returns its outcome. What lies at the target is looked at by the caller.
+// The route writes what it should; returns its outcome. The caller checks the target.
 inline WriteOutcome write_whole(Route& route, const Trial& trial) {
   std::atomic<std::uint64_t> done{0};
   WriteRequest request = trial.request();
@@ -76,7 +76,7 @@ inline WriteOutcome write_whole(Route& route, const Trial& trial) {
   return outcome;
 }
 
-// What every route refuses, without writing anything.
+// Requests that every route refuses, without writing anything.
 inline void check_refusals(Route& route, const Trial& trial) {
   const std::atomic<bool> cancelled{true};
   WriteRequest request = trial.request();

@@ -67,7 +67,7 @@ TEST_CASE("blocks are evicted for a peer while another peer's content occupies a
   Addresses lent;
   CHECK_NOTHROW(lent = held.second.service().alloc("owner", 2, Medium::kHbm, /*may_evict=*/true, real_seconds(20)));
   CHECK(lent.size() == 2);
-  CHECK(held.owner.pool()->stats().counters.swapped_out_blocks > 0);  // not by what was free
+  CHECK(held.owner.pool()->stats().counters.swapped_out_blocks > 0);  // not by free blocks
   for (const auto& transfer : held.sent) CHECK_FALSE(transfer->done());
 }
 

@@ -71,7 +71,7 @@ TEST_CASE("a hook may evict from another cache what the short one needs, and is 
   CHECK(alloc(*full.starved, 2).size() == 2);
   CHECK(hook->asked == 2);
   CHECK(in_state(*full.rich, BlockState::kHistorical) == 10);
-  // What fits is taken without the hook.
+  // A request that fits is served without the hook.
   const int calls = hook->calls;
   Addresses out(1);
   if (full.starved->try_alloc(1, Medium::kHbm, out.data())) CHECK(hook->calls == calls);

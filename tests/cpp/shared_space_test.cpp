@@ -131,7 +131,7 @@ TEST_CASE("no two caches of a space give out the same address, before they join 
   CHECK(code_of([&] { caches[3]->set_instance(102); }) == ErrorCode::kState);
   CHECK(caches[3]->instance() == 103);
 
-  // What one has is stale to the others.
+  // An address of one is stale to the others.
   const Addresses held = take(*caches[0], 1, Medium::kHbm);
   for (std::uint32_t i = 1; i < caches.size(); ++i) {
     const Address place = held[0] & ((Address{1} << kInstanceShift) - 1);
@@ -180,7 +180,7 @@ TEST_CASE("blocks of a cache that leaves are free if nobody can write or read th
   CHECK(count(stays, BlockState::kFree) == 3);
   CHECK(count(stays, BlockState::kOverlapped) == 5);
 
-  // Another one in its place begins above its generations, and does without what is lost.
+  // Another one in its place begins above its generations, and lacks the lost blocks.
   CacheBlocks comes(space, {.block_units = 4});
   CHECK(comes.number() == 1);
   CHECK(count(comes, BlockState::kFree) == 3);
@@ -220,7 +220,7 @@ TEST_CASE("a space has no more caches than it was made for") {
   two.reset();
   two.emplace(space, CacheShape{.block_units = 2});
 
-  // What the first one left behind a space for one cache would not know.
+  // A space for one cache would not know what the first one left behind.
   BlockSpace own(units(4, 4));
   two.emplace(own, CacheShape{});
   CHECK(code_of([&] { CacheBlocks(own, {}); }) == ErrorCode::kState);

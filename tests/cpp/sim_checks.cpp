@@ -6,7 +6,7 @@ namespace kvpool::testing {
 namespace {
 
 constexpr std::int64_t kMs = 1'000'000;
-constexpr std::int64_t kSlackNs = 6 * kMs;     // an application looks at its handles every 4 ms
+constexpr std::int64_t kSlackNs = 6 * kMs;    // an application looks at its handles every 4 ms
 constexpr std::int64_t kQuietNs = 900 * kMs;  // longer than any deadline, lease, pause or restart
 constexpr std::int64_t kTidyNs = 300 * kMs;
 

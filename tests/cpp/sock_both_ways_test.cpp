@@ -138,7 +138,7 @@ TEST_CASE("a link: content sent by a handler is queued up to the limit for messa
   CHECK(sent >= 4);
   CHECK(sent < 100);
   read_on = true;
-  CHECK(soon([&] { return frames == sent; }));  // and what was taken arrives
+  CHECK(soon([&] { return frames == sent; }));  // and accepted content arrives
   for (End* one : {&end, &other}) one->link->close(Error(ErrorCode::kClosed, "the test is over"));
   reactor->stop();
   theirs_reactor->stop();

@@ -344,7 +344,7 @@ TEST_CASE("a link: a forked child keeps no part of it open") {
     pair.left.link.reset();
     char byte = 0;
     close(hold[1]);
-    [[maybe_unused]] const auto got = read(hold[0], &byte, 1);  // lives on until the parent has seen what it has to
+    [[maybe_unused]] const auto got = read(hold[0], &byte, 1);  // lives on until the parent has seen enough
     _exit(fine ? 0 : 1);
   }
   // The parent's end is closed: the peer sees it at once, though the child lives.

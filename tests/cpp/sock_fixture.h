@@ -64,7 +64,7 @@ inline Bytes some_bytes(std::size_t count, unsigned seed = 1) {
 
 inline constexpr std::uint16_t kShortVerb = 999;  // of calls with a body of 4 bytes at most
 
-// Keeps what came. Places the payload of a data frame into `pieces`, as told.
+// Records what came. Places the payload of a data frame into `pieces`.
 class Recorder : public LinkHandler {
  public:
   std::size_t body_bytes_max(FrameKind, std::uint16_t verb) const noexcept override {

@@ -86,7 +86,7 @@ class Stranger final : public FrameSink {
       poll(&ready, 1, 1000);
     }
   }
-  // Sends what was forged. Returns whether the victim leaves.
+  // Sends the forged frames. Returns whether the victim disconnects.
   bool is_left() {
     say(forge_->take());
     for (const std::int64_t until = in_seconds(10); open_ && monotonic_ns() < until; listen()) {
@@ -95,7 +95,7 @@ class Stranger final : public FrameSink {
     }
     return !open_;
   }
-  // Hears what it was answered: blocks that it was given.
+  // Reads the answers: the blocks that it was given.
   void listen() {
     try {
       while (open_) {

@@ -49,7 +49,7 @@ TEST_CASE("strangers: silent ones and ones without a proof keep nobody out, and 
     }
     Member client("client", kCrowded);
     CHECK(client.endpoint->connect(at, in_seconds(60)) != nullptr);
-    // Two queues; and what the client and its reactor have, on both sides.
+    // Two queues; and the descriptors of the client and its reactor, on both sides.
     CHECK(soon([&] { return open_descriptors() <= before + 300 + static_cast<int>(2 * kPlaces) + 12; }));
     CHECK(
         soon([&] { return static_cast<std::size_t>(std::ranges::count_if(strangers, is_over)) >= 300 - 2 * kPlaces; }));
@@ -119,8 +119,7 @@ TEST_CASE("strangers: a peer that lost its place to them before its proof calls 
     CAPTURE(static_cast<int>(way));
     HandServer server;
     std::thread by_hand([&] {
-      const int refusals =
-          way == Way::kAfterBothHellos ? 10 : 4;  // what says nothing at all is called a few times only
+      const int refusals = way == Way::kAfterBothHellos ? 10 : 4;  // a silent one is called only a few times
       for (int i = 0; i < refusals; ++i) {
         const Descriptor caller = server.accept();
         const linger at_once{1, 0};

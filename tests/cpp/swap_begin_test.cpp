@@ -173,7 +173,7 @@ TEST_CASE("closing a pool lets a copy finish, and ends swaps that have not begun
     held.pool->close();
     closed = true;
   });
-  // What is begun now is closed at once, and the copies go on.
+  // Swaps that begin now are closed at once, and the copies go on.
   CHECK(eventually([&] { return !held.pool->begin_swap_out(0)->cancel(); }));
   CHECK_FALSE(closed);
   for (const TierWay way : {TierWay::kOut, TierWay::kIn}) held.mover.hold(way, false);

@@ -221,7 +221,7 @@ TEST_CASE("a swap that has begun cannot be cancelled, and waits for nothing more
   CHECK_NOTHROW(swap.begin());
 }
 
-// --- what the GPU refuses costs nothing that is cached
+// --- a refusal of the GPU costs no cached block
 
 // DRAM is full, and there is room for two of HBM's four blocks.
 struct FullPool {

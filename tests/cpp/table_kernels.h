@@ -1,4 +1,4 @@
-// Kernels as the GPU has them, over the fake driver: a job is cut into launches by the planner, and what a launch does
+// Kernels as on a GPU, over the fake driver: a job is cut into launches by the planner, and what a launch does
 // it reads from its table when the stream comes to it: from the launch itself, or from the GPU's memory.
 #pragma once
 
@@ -38,7 +38,7 @@ class TableKernels {
     static std::atomic<int> count{0};
     return count;
   }
-  // What a launch answers from now on, when its table has been copied.
+  // The result of a launch from now on, once its table has been copied.
   static std::atomic<int>& fail_launch() {
     static std::atomic<int> code{0};
     return code;

@@ -43,7 +43,7 @@ TEST_CASE("the tally keeps kinds and outcomes apart") {
   CHECK(ended_with(sent, ErrorCode::kPeerLost) == 1);
   CHECK(ended_with(sent, ErrorCode::kCancelled) == 0);
   CHECK(sent.bytes == 140);
-  CHECK(sent.duration_ns == 5'000);  // of what failed, how long it took says nothing
+  CHECK(sent.duration_ns == 5'000);  // the time of a failed one says nothing
 
   const auto fetched = tally.counts(TransferKind::kFetch);
   CHECK(fetched.ended[0] == 0);

@@ -128,7 +128,7 @@ TEST_CASE_TEMPLATE("the deadline ends a transfer whose next layer does not come"
   }
   TransferRequest request = pair->request(from);
   request.to = lent;
-  pair->finish(*a.transfer(std::move(request)));  // what was lent still is
+  pair->finish(*a.transfer(std::move(request)));  // lent blocks still are
   CHECK(are_stamped(*b.pool(), lent, 40));
 }
 

@@ -12,5 +12,5 @@ thread_local PerThread per_thread;
 
 }  // namespace
 
-// Nothing but this thread's memory points to what it keeps.
+// Only this thread's memory points to what it keeps.
 extern "C" void keep_in_thread() { per_thread.kept = std::malloc(40); }

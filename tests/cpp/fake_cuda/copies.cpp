@@ -6,7 +6,7 @@
 namespace kvpool::fake_cuda {
 namespace {
 
-// What work does when its memory has gone meanwhile.
+// The error of work whose memory was freed meanwhile.
 void break_context(Context* context) {
   if (context->lost == 0) context->lost = kIllegalAddress;
 }

@@ -28,7 +28,7 @@ int cuEventCreate(void** handle, unsigned flags) {
   return kSuccess;
 }
 
-// Waits for what was recorded stay.
+// Earlier waits for the event stay.
 int cuEventDestroy_v2(void* handle) {
   const std::lock_guard lock(state().mutex);
   const int code = enter("cuEventDestroy", "");
@@ -38,7 +38,7 @@ int cuEventDestroy_v2(void* handle) {
   return kSuccess;
 }
 
-// Waits for what was recorded before still wait for that.
+// Waits for the earlier record still wait for that.
 int cuEventRecord(void* raw_event, void* handle) {
   const std::lock_guard lock(state().mutex);
   int code = 0;

@@ -32,8 +32,8 @@ std::map<std::string, int> default_settings() {
           {"one_queue", 0}, {"unmap_waits", 1},   {"l2_kib", 4096},   {"compute_mode", 0}};
 }
 
-// Whether the call breaks a capture that is under way. What asks for a whole context always does; what may wait for
-// work, or takes and gives memory, unless the thread has said that it knows what it does.
+// Whether the call breaks a capture that is under way. Calls on a whole context always do; calls that may wait for
+// work, or allocate or free memory, do unless the thread's capture mode is relaxed.
 bool breaks_capture(const std::string& call) {
   static const std::set<std::string> kOfContext{"cuCtxSynchronize", "cuCtxRecordEvent"};
   static const std::set<std::string> kUnsafe{"cuEventQuery",    "cuStreamSynchronize", "cuMemAlloc",
@@ -180,7 +180,7 @@ void fake_cuda_reset() {
   s.fail_in = 0;
   s.failed = false;
   s.current_device = -1;
-  // What a test left behind because it made the driver refuse to take it back.
+  // Objects that a test left behind because it made the driver refuse to take them back.
   s.registered.clear();
   s.ranges.clear();
   s.handles.clear();
@@ -381,7 +381,7 @@ int cuCtxPushCurrent_v2(void* handle) {
   return kSuccess;
 }
 
-// Pops also when it answers an error: what it answers may be of work that ran before.
+// Pops also when it returns an error, which may come from earlier work.
 int cuCtxPopCurrent_v2(void** handle) {
   const std::lock_guard lock(state().mutex);
   const int code = enter("cuCtxPopCurrent", "");

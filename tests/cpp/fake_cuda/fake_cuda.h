@@ -15,7 +15,7 @@
 //     other; nothing may be put into it while such a stream is captured.
 //   - A stream takes kPendingMax pieces of work; a caller that has more waits for room.
 //   - cuStreamDestroy returns at once, and the stream's work goes on.
-//   - What takes memory away waits for all work of the GPU, and so does the loading of a module (the fake NCCL's first
+//   - A call that frees memory waits for all work of the GPU, and so does loading a module (the fake NCCL's first
 //     communicator on a GPU). "waits behind words" counts how often a stream waited for a word then.
 //   - Plain memory (cuMemAlloc) is reached by its own GPU, and by others after cuCtxEnablePeerAccess.
 //   - Attributes of devices have the numbers of cuda.h; others are CUDA_ERROR_INVALID_VALUE. An attribute without a
@@ -59,7 +59,7 @@ using HostFunction = void*(unsigned long long address, std::size_t bytes);
 // fake_cuda_host_of: the same of memory that this GPU has itself; null for any other.
 using HostOfFunction = void*(int device, unsigned long long address, std::size_t bytes);
 
-// What fake_cuda_set sets:
+// The settings of fake_cuda_set:
 //   "devices"         how many there are                                    4
 //   "memory_mib"      of each                                               256
 //   "version"         of the driver                                         13000
@@ -67,8 +67,8 @@ using HostOfFunction = void*(int device, unsigned long long address, std::size_t
 //   "ipc"             whether it gives IPC handles                          1
 //   "hold_register"   from so many bytes on, cuMemHostRegister returns when
 //                     this has become 0 again; 0: at once                   0
-//   "unmap_waits"     whether what takes memory away (cuMemFree, cuMemUnmap,
-//                     cuIpcCloseMemHandle, cuMemHostUnregister) waits for
+//   "unmap_waits"     whether calls that free memory (cuMemFree, cuMemUnmap,
+//                     cuIpcCloseMemHandle, cuMemHostUnregister) wait for
 //                     all work of the GPU. 0 is for tests of who frees what
 //                     is still written                                      1
 //   "l2_kib"          CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE                     4096
@@ -81,7 +81,7 @@ using HostOfFunction = void*(int device, unsigned long long address, std::size_t
 //   "capturing"       whether some thread captures a graph in global mode   0
 // Meanwhile calls that are unsafe then are refused in threads whose mode is not relaxed, and those that look at a whole
 // context in every thread; each of them breaks the capture.
-// What fake_cuda_count counts beside calls:
+// fake_cuda_count counts calls, and:
 //   "bytes"           of all devices, in use now
 //   "pageable"        copies between a device and host memory that was not registered
 //   "waits passed"    of streams for words

@@ -73,7 +73,7 @@ bool reach(std::uint64_t address, std::size_t bytes, int device, host_kernels::S
 }  // namespace
 }  // namespace kvpool::fake_cuda
 
-// What kvpool asks a driver that is not the machine's own: kernels_for() in cpp/kvpool/cuda/stream_copier.cpp.
+// kvpool asks this of a driver that is not the machine's own: kernels_for() in cpp/kvpool/cuda/stream_copier.cpp.
 extern "C" const kvpool::cuda::Launcher* kvpool_kernel_launcher() {
   using namespace kvpool;
   static constexpr host_kernels::Driver kDriver{fake_cuda::current_device, fake_cuda::copy, fake_cuda::launch,

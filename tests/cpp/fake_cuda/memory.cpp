@@ -1,7 +1,5 @@
 // The fake driver's memory: physical allocations, plain device memory, handles between processes, registered host
 // memory.
-#include "device_addresses.h"
-
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -10,6 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "device_addresses.h"
 #include "state.h"
 
 namespace kvpool::fake_cuda {
@@ -30,7 +29,7 @@ Physical::Physical(int of_device, std::size_t size) : device(of_device), bytes(s
   fd = memfd_create((kFileName + std::to_string(device)).c_str(), MFD_CLOEXEC);
   if (fd < 0 || ftruncate(fd, static_cast<off_t>(bytes)) != 0) std::abort();
   host = map_file(fd, bytes);
-  std::memset(host, 0xA5, bytes);  // what is new is not zero
+  std::memset(host, 0xA5, bytes);  // new memory is not zero
   state().used[device] += bytes;
 }
 
@@ -100,7 +99,7 @@ struct IpcHandle {  // CUipcMemHandle
 };
 static_assert(sizeof(IpcHandle) == 64);
 
-// What the handle stands for: null when that has gone.
+// The memory of the handle: null when that is gone.
 std::shared_ptr<Physical> physical_of(const IpcHandle& handle) {
   const std::string path = "/proc/" + std::to_string(handle.process) + "/fd/" + std::to_string(handle.descriptor);
   const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);

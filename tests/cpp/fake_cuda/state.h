@@ -82,12 +82,12 @@ struct Stream;
 struct Context {
   int device = 0;
   int retained = 0;
-  int lost = 0;                     // what everything answers
+  int lost = 0;                     // the result of every call
   std::map<int, Stream*> defaults;  // 1: the legacy one (handles 0 and 1); above: of each thread that named 2
   std::set<int> peers;              // whose plain memory it reaches (cuCtxEnablePeerAccess)
 };
 
-// What an event waits for: the end of what was in a stream when it was recorded.
+// An event waits for this: the end of the work in a stream when it was recorded.
 struct Mark {
   std::mutex mutex;
   std::condition_variable done_changed;
@@ -115,7 +115,7 @@ struct Stream {
 
   Context* const context;
   const bool blocking;    // synchronises with the legacy default stream
-  bool captured = false;  // what it is given goes into a graph
+  bool captured = false;  // its work goes into a graph
   bool green = false;     // of a green context of `context`
   std::mutex mutex;
   std::condition_variable changed;
@@ -130,9 +130,9 @@ struct Stream {
 };
 
 void wait_for(const std::shared_ptr<Mark>& mark);
-// What the chosen streams have been given until now, also those that were destroyed. REQUIRES: the lock.
+// All work so far of the chosen streams, also of destroyed ones. REQUIRES: the lock.
 std::vector<std::shared_ptr<Mark>> ends_of_now(const std::function<bool(const Stream&)>& chosen);
-// What all streams of a device have been given until now, also those that were destroyed. REQUIRES: the lock.
+// All work so far of all streams of a device, also of destroyed ones. REQUIRES: the lock.
 std::vector<std::shared_ptr<Mark>> ends_on(int device);
 // Returns when that has ended. Lets go of the lock meanwhile: of what is under it nothing is as before. REQUIRES: the
 // lock.
@@ -146,7 +146,7 @@ Stream* enter_stream(const char* call, const std::string& argument, void* handle
 Stream* stream_of(const char* call, void* handle, Context* context);
 // The event with this handle; the same. REQUIRES: the lock.
 Event* event_of(const char* call, void* handle);
-// What a real driver does not check: says so and ends the process.
+// For what a real driver does not check: prints it and ends the process.
 [[noreturn]] void undefined(const std::string& call, const std::string& what);
 
 struct State {
@@ -188,7 +188,7 @@ State& state();  // never destroyed
 // Host functions of streams call nothing of the driver.
 extern thread_local bool in_host_function;
 
-// What a call begins with: counts it, and returns the code that it is to fail with. REQUIRES: the lock.
+// The first step of a call: counts it, and returns the code with which it is to fail. REQUIRES: the lock.
 int enter(const std::string& call, const std::string& argument);
 // The same of a call that needs a context: null, and the code that says why, without one that works.
 Context* enter_context(const std::string& call, const std::string& argument, int& code);
@@ -197,9 +197,9 @@ Context* current_context();
 
 bool on_device(Address address);
 // Where the CPU finds [address, address + bytes) when `device` accesses it; null when it may not, or nothing is there.
-// What is not a device's is what it is.
+// An address that is not a device's is itself.
 std::byte* host_address(Address address, std::size_t bytes, int device);
-// What keeps that memory mapped here, whatever becomes of it; null for host memory.
+// Keeps that memory mapped here, whatever happens to it; null for host memory.
 std::shared_ptr<Physical> physical_at(Address address);
 bool is_registered(Address address, std::size_t bytes);
 

@@ -89,7 +89,7 @@ Stream* enter_stream(const char* call, const std::string& argument, void* handle
     code = kInvalidContext;
     return nullptr;
   }
-  // The legacy stream would wait for what is captured.
+  // The legacy stream would wait for captured work.
   const bool legacy = reinterpret_cast<std::uintptr_t>(handle) <= 1;
   for (const Stream* other : state().working) {
     if (legacy && other != stream && other->context == context && other->blocking && other->captured) {
@@ -227,7 +227,7 @@ int cuStreamCreate(void** handle, unsigned flags) {
   return kSuccess;
 }
 
-// Returns at once; what is in the stream goes on.
+// Returns at once; the stream's work goes on.
 int cuStreamDestroy_v2(void* handle) {
   State& s = state();
   const std::lock_guard lock(s.mutex);
@@ -274,7 +274,7 @@ int cuCtxSynchronize() {
   return context->lost;
 }
 
-// What loads a module into a GPU does: NCCL's initialisation, say. Waits for all that the GPU has to do.
+// As a call that loads a module into a GPU, such as NCCL's initialisation: waits for all work of the GPU.
 void fake_cuda_load_module(int device) {
   std::unique_lock lock(state().mutex);
   ++state().counts["modules loaded"];

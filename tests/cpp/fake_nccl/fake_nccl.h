@@ -3,7 +3,7 @@
 // while the caller goes on. As with NCCL: what is in a stream ends when its bytes have been passed or the communicator
 // is aborted, and never because the peer has gone. A communicator sends and receives memory of its GPU alone.
 //
-// What a test asks of it, by dlsym.
+// The functions for tests, by dlsym.
 #pragma once
 
 #include <cstddef>
@@ -16,8 +16,8 @@ using FailNthFunction = void(int n, int code);          // fake_nccl_fail_nth: o
 using FailedFunction = bool();                          // fake_nccl_failed: whether it was reached
 using CountFunction = std::size_t(const char* name);    // fake_nccl_count: how often it was called, or of kCounts
 
-// What fake_nccl_set sets:
-//   "version"      what ncclGetVersion tells                                      22809
+// The settings of fake_nccl_set:
+//   "version"      result of ncclGetVersion                                      22809
 //   "join"         0: no communicator is ever complete                            1
 //   "stall"        1: messages that begin from now on stop before their last byte 0
 //   "break_in"     messages from now on of which the last breaks its communicator 0: none
@@ -28,7 +28,7 @@ using CountFunction = std::size_t(const char* name);    // fake_nccl_count: how 
 //   "hold_abort"   1: ncclCommAbort waits until this is 0                         0
 //   "loads_lazily" 1: the first communicator on a GPU waits for all that this GPU
 //                  has to do, before it joins the other                           1
-// What fake_nccl_count counts beside calls:
+// fake_nccl_count counts calls, and:
 //   "communicators"  that were made and not aborted
 //   "messages"       that have been passed, at either end
 //   "bytes sent"     by those

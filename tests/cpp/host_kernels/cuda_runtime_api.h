@@ -21,7 +21,7 @@ inline bool breaks_stores = false;
 class LaunchMemory {
  public:
   explicit LaunchMemory(int device) : device_(device) {}
-  // Where the CPU finds what the kernel means by this address. Throws Fault.
+  // Where the CPU finds this address of the kernel. Throws Fault.
   std::byte* at(std::uint64_t address, std::size_t bytes, std::size_t alignment);
 
  private:
@@ -31,7 +31,7 @@ class LaunchMemory {
   Span spans_[kSpans];
 };
 
-// What ends a launch: the number that its context answers from then on.
+// The fault that ends a launch: the result of its context's calls from then on.
 struct Fault {
   int code;
 };

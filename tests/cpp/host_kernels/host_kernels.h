@@ -1,10 +1,10 @@
-// What the fake driver (fake_cuda/) and the kernels compiled for the CPU (this folder) tell each other.
+// The interface between the fake driver (fake_cuda/) and the kernels compiled for the CPU (this folder).
 //
 // cuda/kernels.cu is compiled as C++ by means of the two headers beside this one, which stand in for the CUDA runtime
 // and for cuda/access.cuh, into a separate library. The fake driver opens it when the environment variable
 // FAKE_CUDA_KERNELS names it. A launch is then work of one of the fake's streams: it runs when the stream comes to it,
 // thread after thread, and asks the fake about every address that it touches. With HOST_KERNELS_BREAK=1 in the
-// environment the kernels write wrong bytes: a test that passes all the same does not look at what kernels write.
+// environment the kernels write wrong bytes: a test that still passes does not check what kernels write.
 #pragma once
 
 #include <cstddef>

@@ -90,7 +90,7 @@ void make_job(Dice& dice) {
   for (std::size_t i = 0; i < std::min(from_blocks.size(), to_blocks.size()); ++i) {
     pairs.push_back({from_blocks[i], to_blocks[i]});
   }
-  // Offsets first, for the buffers are as long as what lies in them.
+  // Offsets first, because the buffers are as long as their contents.
   struct Part {
     std::size_t from, to, bytes, from_stride, to_stride;
   };
