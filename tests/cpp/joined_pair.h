@@ -45,7 +45,7 @@ class Node {
   virtual std::shared_ptr<Transfer> fetch(FetchRequest&& request) = 0;  // names its destinations
   virtual Addresses borrow(std::size_t n, MediumChoice medium) = 0;
   virtual void give_back(const Addresses& addresses) = 0;
-  // The next item for the application; null when there is none.
+  // The next item for the application, or null.
   virtual std::unique_ptr<Received> next_received() = 0;
 
   std::uint32_t count(BlockState state) {
