@@ -117,8 +117,7 @@ TEST_CASE("a GPU without virtual memory gives plain memory, unless virtual was a
   CHECK(cuda.left() == "");
 }
 
-TEST_CASE(
-    "where the driver refuses virtual memory that the GPU has, plain memory is taken, unless virtual was asked for") {
+TEST_CASE("where the driver refuses virtual memory, plain memory is taken, unless virtual was asked for") {
   for (const int code : {800, 801}) {
     CAPTURE(code);
     const FakeCuda cuda;

@@ -69,9 +69,7 @@ struct LargePeer {
 const std::vector<std::string> LargePeer::kRoutes = {"cuda_ipc", "sock"};
 const std::function<void(ServiceOptions&)> LargePeer::kNoChange;
 
-TEST_CASE(
-    "while a peer's host memory is registered another route serves, and who names this one waits no longer than he "
-    "may") {
+TEST_CASE("another route serves while host memory is registered, and naming this one keeps the deadline") {
   {
     LargePeer pair;
     pair.from = alloc(*pair.gpu->pool(), 1);

@@ -126,8 +126,7 @@ TEST_CASE("a swap that waits for later work does not stop other calls from evict
   }
 }
 
-TEST_CASE(
-    "a swap out whose blocks turn over again and again waits with what it has chosen, and is given up then, too") {
+TEST_CASE("a swap out with blocks that turn over repeatedly keeps its choice, and can be cancelled") {
   for (const bool by_close : {true, false}) {
     CAPTURE(by_close);
     const FakeCuda cuda;

@@ -210,8 +210,7 @@ TEST_CASE("with one queue to the GPU no stream waits for a word") {
   unsetenv("CUDA_DEVICE_MAX_CONNECTIONS");
 }
 
-TEST_CASE(
-    "nothing that waits for a whole GPU begins while a stream waits for a word, and no word is given out meanwhile") {
+TEST_CASE("waits for a whole GPU and waits for words exclude each other") {
   const FakeCuda cuda;
   const auto context = CudaContext::retain(0, "a test");
   {
