@@ -12,7 +12,7 @@ from transfer.kit import nccl_setting
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The suites first: they are what a session is for when it is cut short."""
+    """The suites first: they matter most when a session is cut short."""
     items.sort(key=lambda item: "test_suites" not in item.nodeid)
 
 

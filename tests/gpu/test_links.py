@@ -35,7 +35,7 @@ def copy(to, source, nbytes):
     assert driver.cuStreamSynchronize(stream) == 0
 
 def arena(medium, change=None):
-    # [block, ...] of the whole medium; what `change` does to it is written back.
+    # [block, ...] of the whole medium; changes by `change` are written back.
     tensor = pool.tensor(medium)
     if medium == kvpool.DRAM:
         array = tensor.numpy()

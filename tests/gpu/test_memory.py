@@ -63,7 +63,7 @@ def test_a_pool_that_does_not_fit_is_refused_and_leaves_nothing_behind(free_byte
             assert 0 < caught.value.available_bytes < blocks * MIB
             del caught
             eventually(lambda: is_as(before), seconds=10)
-        # What is there may be had, and is there again afterwards.
+        # All free memory can be allocated, and is free again afterwards.
         with kvpool.Pool(layout, max(1, before // MIB // 2), **options) as half:
             assert half.stats().device_bytes >= before // MIB // 2 * MIB
             assert free_bytes() <= before - before // MIB // 2 * MIB

@@ -73,7 +73,7 @@ def test_a_capsule_for_any_stream_shows_the_memory_that_the_gpu_writes(streams, 
 
 
 def test_a_swap_after_a_stream_returns_the_data_written_in_that_stream(streams):
-    """The stream is held up by copies before it writes; a swap that did not wait would bring what was there before."""
+    """The stream is held up by copies before it writes; a swap that did not wait would return the earlier content."""
     first, _ = streams
     with small_pool(8, 8, small_layout(dtype="uint8"), device="cuda:0") as pool:
         interface = pool.tensor(HBM).__cuda_array_interface__

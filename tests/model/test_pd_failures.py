@@ -33,7 +33,7 @@ from pd_kit import CONFIG, chats, play, tokens  # noqa: E402
 
 pytestmark = pytest.mark.timeout(600)  # each run imports PyTorch in every instance, and again in each that comes back
 SESSIONS = chats(count=4, turns=2, new_tokens=12)
-GENEROUS_S = 120.0  # for what takes some seconds: the machine is busy with other things
+GENEROUS_S = 120.0  # for steps of some seconds: the machine is busy with other things
 # Ten times what is promised for a quiet machine: a lease and a second, and two seconds from joining.
 SURVIVORS_S, RESTARTED_S = 40.0, 20.0
 LONG = replace(CONFIG, tokens_max=1 << 15)  # so that no answer ends before a test has said what it wants
@@ -183,7 +183,7 @@ async def happened(dispatcher: Dispatcher, kind: str, instance: str) -> None:
     until = time.monotonic() + GENEROUS_S
     while not any((event.instance, event.kind) == (instance, kind) for event in dispatcher.events(0)):
         assert time.monotonic() < until, f"{instance} has not {kind}"
-        await asyncio.sleep(0.005)  # not 0: what is waited for needs the processor
+        await asyncio.sleep(0.005)  # not 0: the awaited work needs the processor
 
 
 @contextlib.asynccontextmanager
@@ -206,7 +206,7 @@ def test_a_cancelled_request_is_released(setting: Setting, reference: Reference)
         long.cancel()
         long.cancel()
         queued.cancel()
-        assert len(await read(long)) < 19_995  # what had come already
+        assert len(await read(long)) < 19_995  # the tokens that had come already
         other = await read(dispatcher.ask(2, tokens(20, 3), 6))
         assert tuple(other) == reference.tokens(tokens(20, 3), 6)
 

@@ -106,7 +106,7 @@ def test_tokens_computed_by_decode_and_by_prefill_are_counted_separately():
 
 
 def test_a_retry_on_another_instance_finds_nothing_that_it_computed():
-    """What one instance has prefilled, another one has not: a hit there came from elsewhere."""
+    """Another instance has not prefilled what this one has: a hit there came from elsewhere."""
     sessions = [conversation(0, turns=2)]
     first, second = made_up(Setting("PD-Caching-3", 1, 1), sessions).answers
     second = dataclasses.replace(second, cached_at_prefill=80, prefill="prefill-1")
@@ -132,7 +132,7 @@ def played(*events, setting=TWO_EACH):
 def test_after_a_kill_every_other_instance_is_told_and_goes_on():
     result = played(
         (2.0, "prefill-0", "killed"),
-        (2.05, "decode-1", "went_on", "", 1.0),  # on what it has: it does not know yet
+        (2.05, "decode-1", "went_on", "", 1.0),  # on its earlier work: it does not know yet
         (2.1, "decode-0", "noticed", "prefill-0"),
         (2.2, "prefill-1", "went_on", "", 1.5),  # it was never connected to the killed one
         (2.4, "decode-1", "noticed", "prefill-0"),

@@ -71,7 +71,7 @@ def test_a_token_comes_once_and_in_order() -> None:
         request.accept(messages.Token(0, 1, 1, 42))
     with pytest.raises(RequestFailed, match="token 3 comes after 2"):
         request.accept(messages.Token(0, 1, 3, 43))
-    order = request.begin(here, here)  # another attempt asks for what is missing
+    order = request.begin(here, here)  # another attempt asks for the missing tokens
     assert order.prompt.tolist() == [0, 0, 0, 40, 41]
     assert (order.attempt, order.new_tokens) == (2, 3)
     assert request.accept(messages.Token(0, 2, 0, 42))

@@ -53,7 +53,7 @@ def test_the_plan_compares_at_equal_numbers_of_instances(size):
 
 
 def test_the_standard_study_can_show_everything_required():
-    """With what it runs; that the figures of such runs are right, is seen elsewhere."""
+    """Its settings; other tests check that the figures of such runs are right."""
     cells = study.plan(list(study.RATES), size="standard")
     ran = {(cell.workload, cell.rate, cell.setting) for cell in cells if not cell.kill}
     for workload, (_, middle, high) in study.RATES.items():
@@ -201,7 +201,7 @@ def test_help_names_every_workload_and_design(command, capsys):
 
 @pytest.fixture
 def instances(monkeypatch):
-    """Runs are made up; returns what to change about them."""
+    """Makes up runs; returns a dictionary through which a test changes them."""
     changes = {}
     dispatcher = importlib.import_module("pd_disaggregated.dispatcher")
 

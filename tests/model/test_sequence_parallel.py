@@ -38,7 +38,7 @@ def test_several_processes_generate_the_same_as_one(parts: int) -> None:
         assert computed[part] == 16 * (sum(ends[part]) - sum(ends[part - 1]))
     assert sum(computed) == sum(lengths)
 
-    # What is sent on is what was computed so far.
+    # Everything computed so far is sent on.
     block_bytes = 2 * 4 * 2 * 32 * 4 * 16
     assert [work.sent_bytes for work in result.works] == [*(block_bytes * sum(end) for end in ends[:-1]), 0]
 

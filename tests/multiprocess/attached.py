@@ -20,12 +20,12 @@ __all__ = ["CLUSTER_LEASE", "JOIN", "LINK_LEASE", "Home", "Traffic", "eventually
 
 # The cluster's lease: a machine that is busy with other things must not make one run out.
 CLUSTER_LEASE = 6.0
-# A link that is silent is left alone for long: what ends here, the cluster has ended.
+# A silent link is left alone for long: whatever ends here, the cluster has ended.
 LINK_LEASE = 60.0
 
 eventually = functools.partial(eventually_within, seconds=60)
 
-# What a victim runs to be a member, which takes what it is sent and tells what is wrong in it.
+# A victim's code as a member, which receives items and reports errors in them.
 JOIN = """
 import contextlib
 cluster = kvpool.Cluster.join(url, lease=lease)

@@ -64,7 +64,7 @@ def survivor_of(route: str, nursery: Nursery, **settings: Any) -> Iterator[Survi
     survivor = Survivor(route, **settings)
     pool = survivor.pool
     try:
-        with nursery.victim() as victim:  # what is made once for all peers is no leak
+        with nursery.victim() as victim:  # objects that are made once for all peers are no leak
             survivor.greet(victim)
             addrs = pool.alloc(1)
             pool.transfer("victim", addrs).wait()
@@ -76,7 +76,7 @@ def survivor_of(route: str, nursery: Nursery, **settings: Any) -> Iterator[Survi
         before["threads"] += pool.settings.transfer_threads  # they start when there is work
         yield survivor
         await_no_peers(pool)
-        eventually(lambda: dropped(pool))  # what came after the test had stopped looking
+        eventually(lambda: dropped(pool))  # items that came after the test had stopped receiving
         until_no_more_than(before)
         stats = pool.audit()
         assert stats.hbm.quarantined == stats.hbm.lent == stats.hbm.reserved == 0
@@ -86,7 +86,7 @@ def survivor_of(route: str, nursery: Nursery, **settings: Any) -> Iterator[Survi
 
 
 def until_no_more_than(before: dict[str, int]) -> None:
-    """Fails if something has leaked since. What ends by itself may take a moment."""
+    """Fails if something has leaked since. Objects that end by themselves may take a moment."""
     until = time.monotonic() + 60
     while any(count > before[what] for what, count in things().items()):
         assert time.monotonic() < until, f"there were {before}, there are {things()}"

@@ -60,7 +60,7 @@ def stamp(pool: kvpool.Pool, addrs: Any, number: int) -> None:
 
 
 def check(pool: kvpool.Pool, addrs: Any, number: int) -> list[str]:
-    """What is wrong in blocks that were stamped; [] when every word is right."""
+    """The errors in stamped blocks; [] when every word is right."""
     view = _view(pool)
     wrong = []
     for position, addr in enumerate(addrs):
@@ -100,7 +100,7 @@ def send_some(pool: kvpool.Pool, peer: str, addrs: Any, lent: Any, number: int, 
         wrong = check(pool, mine, number)
         pool.free(mine)
         assert not wrong, wrong
-    elif kind == "freed":  # what is being sent is not given to anybody else before it has been read
+    elif kind == "freed":  # a block that is being sent is not given away before it has been read
         sent = pool.alloc(8)
         stamp(pool, sent, number)
         try:
@@ -146,7 +146,7 @@ def send_for_ever(pool: kvpool.Pool, peer: str, seed: int, first: int, counts: A
 
 
 def receive_for_ever(pool: kvpool.Pool, tell: Callable[[str], None]) -> None:
-    """Takes what comes and looks at every word; tells what is wrong."""
+    """Receives items and checks every word; reports errors."""
     while True:
         item = pool.inbox.receive(1.0)
         if item is None:
@@ -157,7 +157,7 @@ def receive_for_ever(pool: kvpool.Pool, tell: Callable[[str], None]) -> None:
 
 
 class Reader:
-    """A thread that takes what peers send to a pool, and looks at every word."""
+    """A thread that receives a pool's items, and checks every word."""
 
     def __init__(self, pool: kvpool.Pool) -> None:
         self.items = 0
@@ -187,7 +187,7 @@ class Reader:
 
 
 def things() -> dict[str, int]:
-    """What a process may leak, counted."""
+    """Counts of everything that a process may leak."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     mappings = [line for line in lines if "memfd" in line or "/dev/shm" in line]
     return {

@@ -53,7 +53,7 @@ class Proxy:
         self._thread.start()
 
     def hold(self, *, up: bool, down: bool) -> None:
-        """What comes from now on stays where it is, or goes on."""
+        """Holds later bytes back, or lets them go on."""
         self._tell(lambda: self._held.update(up=up, down=down))
 
     def limit(self, up_bytes: int, at_limit: Callable[[], None] | None = None) -> None:
@@ -159,7 +159,7 @@ class Proxy:
             self._part(source)
 
     def _send(self, sink: socket.socket, data: bytes) -> None:
-        while data and not self._over and not self._tearing:  # what is left then is lost with the connection
+        while data and not self._over and not self._tearing:  # the rest is lost with the connection
             if select.select([], [sink], [], 0.05)[1]:
                 with contextlib.suppress(BlockingIOError):
                     data = data[sink.send(data, socket.MSG_DONTWAIT) :]

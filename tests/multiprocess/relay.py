@@ -30,7 +30,7 @@ _TABLE = _crc_table()
 
 
 def checksum_tag(frame: bytes) -> bytes:
-    """What anybody can compute: the tag that a frame has where both sides trust the network."""
+    """The tag of a frame if both sides trust the network, which anyone can compute."""
     crc = 0xFFFFFFFF
     for byte in frame:
         crc = crc >> 8 ^ _TABLE[(crc ^ byte) & 0xFF]

@@ -128,7 +128,7 @@ worker.start()
             stamp(pool, own, 0xABCD00 + run)
             stats = pool.audit().hbm
             assert stats.lent == stats.reserved == stats.free == 0
-            assert stats.quarantined >= 8  # what it could write to, until it is proved that it does not
+            assert stats.quarantined >= 8  # the blocks that it could write to, until it is proved gone
             victim.wake()
             home.events.wait("victim", *["lost", "joined"] * (run + 1))
 

@@ -25,7 +25,7 @@ def test_removing_the_folder_of_a_local_cluster_disturbs_no_member(near_nursery)
             before = ids(home.cluster)
             traffic = Traffic(home.pool, "victim")
             for _ in range(3):
-                shutil.rmtree(place.folder, ignore_errors=True)  # while they put back what is missing
+                shutil.rmtree(place.folder, ignore_errors=True)  # while members restore missing files
                 traffic.goes_on()
                 eventually(lambda: (place.folder / "m.victim.lock").exists())
             traffic.close()

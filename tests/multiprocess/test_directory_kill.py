@@ -24,7 +24,7 @@ from victims import LONG, Nursery, Victim, seed_of
 
 __all__ = ["near_nursery", "own", "own_etcd"]
 
-KILLS = 1000 if LONG else 15  # 30 of what keeps the members
+KILLS = 1000 if LONG else 15  # by each of two tests
 LINK_LEASE = 60.0  # nothing here may end by it
 
 # The first member makes the cluster, then enters it and leaves it all the time. Tells the secret, and each of its ids.

@@ -77,7 +77,7 @@ def test_both_sides_notice_a_reset_within_a_transfer_and_reconnect(wired, reques
     with reading(pool) as reader:
         for round_ in range(1, 200 if LONG else 8):
             assert wired.victim("len(pool.alloc(3, instance='survivor'))") == 3
-            wired.proxy.limit(dice.randrange(24 * 128 * 1024 + 500))  # anywhere in what it sends
+            wired.proxy.limit(dice.randrange(24 * 128 * 1024 + 500))  # anywhere in its bytes
             wired.victim.send(
                 "addrs = pool.alloc(24)\nstamp(pool, addrs, number)\n"
                 "error = pool.transfer('survivor', addrs, private=number.to_bytes(4, 'little')).exception(60)\n"
@@ -134,7 +134,7 @@ def test_both_sides_notice_a_silent_cable_and_reconnect_when_it_works_again(wire
     except kvpool.PeerLost as lost:
         ended = lost
     assert ended is None or isinstance(ended, kvpool.PeerLost)
-    # What goes one way only may still arrive: then it is not lost until the lease is over.
+    # Bytes in one direction may still arrive: then the peer is not lost until the lease is over.
     assert isinstance(wired.victim.answer(), (kvpool.PeerLost, type(None)))
     eventually(lambda: pool.peers.list() == [], NOTICED_SECONDS)
     wired.victim("eventually(lambda: pool.peers.list() == [])")
@@ -200,7 +200,7 @@ def test_connect_does_not_trust_a_connection_that_the_peer_has_lost(route, near_
 
 @pytest.mark.parametrize("lease", [60.0])
 def test_a_reader_that_reads_nothing_delays_no_other(wired, near_nursery, far_nursery):
-    """A zero window: buffers fill up, and what is sent to the others goes on."""
+    """A zero window: buffers fill up, and sending to the others goes on."""
     nursery = far_nursery if wired.survivor.route == "sock-tcp" else near_nursery
     pool = wired.pool
     with nursery.victim() as quick:

@@ -63,7 +63,7 @@ class Ends:
         self.take(sent, number)
 
     def take(self, sent: list[int], number: int) -> None:
-        """What has arrived at b is right, and is let go."""
+        """Checks the item that b has received, and closes it."""
         code = "item = pool.inbox.receive(60)\nwrong = check(pool, sent, number)\nitem.close()\nwrong"
         assert self.b(code, sent=sent, number=number) == []
 

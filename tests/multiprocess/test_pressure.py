@@ -139,7 +139,7 @@ def start_one(kind, pool, own, theirs, number, dice):
 
 @pytest.mark.parametrize("route", ["sock-unix", "sock-tcp"])
 def test_cancelling_within_a_frame_keeps_the_connection(route, nursery, request):
-    """It is finished for the sake of all others: what is lent stays lent, and other transfers go on."""
+    """It is finished for the sake of all others: lent blocks stay lent, and other transfers go on."""
     dice = random.Random(seed_of(request))
     rounds = 1000 if LONG else 200
     lost = 0
@@ -149,7 +149,7 @@ def test_cancelling_within_a_frame_keeps_the_connection(route, nursery, request)
         addrs = pool.alloc(24)
 
         def met() -> tuple[Any, Any]:
-            """What is lent, and what goes on."""
+            """The lent blocks, and the transfers that go on."""
             victim("call(pool, where)", where=survivor.address)
             eventually(lambda: pool.peers.list() != [])
             return pool.alloc(24, instance="victim"), pool.transfer("victim", addrs[:1], timeout=600, layerwise=True)

@@ -35,7 +35,7 @@ STOPS = 40 if LONG else 1
 ROUTES = ["shm", "cma", "sock-unix", "sock-tcp"] if DEVICE == "cpu" else ["cuda_ipc", "sock-unix", "sock-tcp"]
 ROLES = ["rank", "scheduler", "pool"]
 LAYOUT = KVLayout(layers=4, kv_heads=4, head_dim=64, dtype="float16", block_tokens=128)  # a block of 512 KiB
-OWN = 7  # what the survivor sends
+OWN = 7  # the survivor's content
 _numbers = itertools.count(1)
 
 SEND = """
@@ -186,7 +186,7 @@ def survivor_of(settings: dict[str, Any], nursery: Nursery, parallel: ParallelCo
     instance = Instance("survivor", parallel, layout=LAYOUT, blocks=48, dram=0, listen=listen, **settings)
     taker = Taker(instance)
     try:
-        with contextlib.ExitStack() as stack:  # what is made once for all peers is no leak
+        with contextlib.ExitStack() as stack:  # objects that are made once for all peers are no leak
             for one in (True, False):
                 Crew.meeting(stack, nursery, one, settings, instance.address)
             eventually(lambda: taker.items > 3)

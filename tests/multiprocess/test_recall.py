@@ -178,7 +178,7 @@ def test_an_owner_that_dies_in_a_recall_ends_its_loans(route, end, borrower):
             else:
                 stop_process(borrower.process.pid)
             eventually(lambda: "lost" in heard)
-        pair.a.free(lent)  # what it had lent is gone with it
+        pair.a.free(lent)  # the blocks that it had lent are gone with it
         with pytest.raises(kvpool.PeerLost):
             pair.a.transfer(pair.to_b, pair.a.alloc(1), to=lent[:1])
         pair.a.audit()

@@ -53,7 +53,7 @@ def test_late_writes_of_a_stopped_sender_reach_no_block_that_is_reused(route, ne
             victim.stop()
             lent = pool.stats().hbm.lent  # none, if it was just coming back
             time.sleep(LEASE * dice.choice([0.5, 1.5, 2.0]) * (0.8 + 0.4 * dice.random()))
-            eventually(lambda: pool.stats().hbm.active == 0)  # the reader has looked at what came before
+            eventually(lambda: pool.stats().hbm.active == 0)  # the reader has checked the earlier items
             lost = pool.peers.list() == []
             if lost:  # its blocks follow a moment after it has gone
                 eventually(lambda: pool.stats().hbm.lent == pool.stats().hbm.reserved == 0)
@@ -68,9 +68,11 @@ def test_late_writes_of_a_stopped_sender_reach_no_block_that_is_reused(route, ne
             if lost:
                 assert victim.answer() == "back"
             else:
-                time.sleep(0.05)  # to write what it was about to write; there is no end of it to wait for
+                time.sleep(0.05)  # for its pending writes; their end cannot be waited for
             assert check(pool, own, 0xABCD00 + run) == [], f"stop {run}: a late write"
-            if lost:  # over a socket only this process writes; else what was lent, and perhaps reserved, is kept apart
+            if (
+                lost
+            ):  # over a socket only this process writes; otherwise lent and perhaps reserved blocks are quarantined
                 assert (stats.quarantined == 0) if route.startswith("sock") else (stats.quarantined >= lent)
             pool.free(own)
             eventually(lambda: pool.stats().hbm.quarantined == 0)
@@ -115,7 +117,7 @@ def test_no_caller_waits_for_a_stopped_receiver_beyond_the_deadline(route, near_
         assert min(late) > -0.01
         assert max(late) < OVERSHOOT_SECONDS
         assert [peer.name for peer in pool.peers.list()] == ["victim"]
-        own = take_all(pool)  # what the fetch would have filled is not among it, unless this process fills it
+        own = take_all(pool)  # without the fetch's destinations, unless this process fills them
         stamp(pool, own, 9)
         victim.wake()
         eventually(lambda: blocks_at_peers(pool) == 0)
@@ -123,7 +125,7 @@ def test_no_caller_waits_for_a_stopped_receiver_beyond_the_deadline(route, near_
         assert check(pool, addrs, 7) == []
         sent = pool.transfer("victim", addrs, private=(7).to_bytes(4, "little")).wait().addrs.tolist()
         assert victim("check(pool, sent, 7)", sent=sent) == []
-        victim("eventually(lambda: pool.audit().hbm.lent == 0)")  # what it lent too late is given back
+        victim("eventually(lambda: pool.audit().hbm.lent == 0)")  # blocks that it lent too late are returned
         pool.free(addrs)
         pool.free(own)
 

@@ -76,7 +76,7 @@ def many_descriptors() -> Iterator[None]:
 
 
 def everything_from(one: socket.socket) -> bytes:
-    """What the other side says until it closes: it must."""
+    """All bytes of the other side until it closes, as it must."""
     said = b""
     with contextlib.suppress(ConnectionResetError, BrokenPipeError):
         while data := one.recv(4096):
@@ -166,7 +166,7 @@ def test_a_server_that_is_not_a_pool_is_recognised(answer):
                 if answer != "nothing":
                     everything_from(one)
 
-        def serve_all() -> None:  # what says nothing at all is called more than once
+        def serve_all() -> None:  # a silent server is called more than once
             with contextlib.suppress(OSError):
                 while True:
                     serve(listener.accept()[0])
@@ -266,7 +266,7 @@ def test_content_that_a_relay_forges_is_delivered_only_where_both_sides_trust_th
         addrs = sender.alloc(2)
         fill(sender, addrs)
         transfer = sender.transfer_with_insert(peer, tokens, addrs, timeout=60)
-        if all(trusting):  # the relay can do what it is there for
+        if all(trusting):  # the relay can forge content
             transfer.wait(60)
             with receiver.match(tokens) as found:
                 assert found.tokens == len(tokens)

@@ -91,7 +91,7 @@ class Victim(Remote):
         self.pidfd = pidfd
 
     def told(self) -> list[Any]:
-        """What it has said by itself until now, or until it ended."""
+        """Its output so far, or until it ended."""
         said = []
         with contextlib.suppress(EOFError, OSError):
             while self._connection.poll(0):

@@ -54,7 +54,7 @@ def take_end(end: int) -> bytes:
 
 
 def aim(end: int, hardware: bytes | None) -> None:
-    """Where this end sends what is for the other one; None: nowhere."""
+    """Where this end sends frames for the other one; None: nowhere."""
     link = struct.pack("H14s", 1, hardware or _NOBODY)
     request = _inet(_ADDRESSES[1 - end]) + link + struct.pack("i16s16s", _ATF_COMPLETE_AND_PERMANENT, b"", _NAMES[end])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as kernel:

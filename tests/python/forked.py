@@ -26,7 +26,7 @@ from pathlib import Path
 __all__ = ["ForkedProcess", "begin", "run", "start"]
 
 IMPORTED = "transfer.kit"  # with all that it imports
-# What is looked at when a module is imported: forks share a parent where these are the same.
+# Variables that are read when a module is imported: forks share a parent if these are the same.
 AT_IMPORT = ("KVPOOL_LONG", "KVPOOL_TEST_DEVICE")
 ORDER_BYTES = 1 << 20  # code, and the environment
 _STATUS_BYTES = 16
@@ -135,7 +135,7 @@ def start(
 
 
 def run(code: str, *, timeout: float, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """Runs this code in a fork, to its end, and returns what it has printed."""
+    """Runs this code in a fork, to its end, and returns its output."""
     with open(os.devnull) as nothing, tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
         process = start(code, environment=environment, files=[nothing.fileno(), out.fileno(), errors.fileno()])
         try:

@@ -172,7 +172,7 @@ def test_a_pool_over_adopted_memory_evicts_as_any_other():
         assert cached_tokens(pool, prompt(2, 0)) == 0
 
 
-# ---- what is refused
+# ---- refusals
 
 
 @pytest.mark.parametrize(

@@ -217,4 +217,4 @@ def test_metadata_takes_sixteen_bytes_a_block():
         with small_pool(hbm_blocks=blocks, dram_blocks=0, layout=kvpool.RawLayout(1, 1)) as pool:
             sizes.append(pool.stats().metadata_bytes)
     assert sizes[1] - sizes[0] == 16 * 4096
-    assert sizes[0] - 16 * 4096 <= 3 * 32768  # what each medium of the list has, whatever its blocks
+    assert sizes[0] - 16 * 4096 <= 3 * 32768  # overhead of each medium, whatever its blocks

@@ -247,7 +247,7 @@ def test_closing_while_the_members_are_read_does_not_wait(url, how):
 
 
 def test_a_finalizer_under_a_lock_that_a_callback_wants_does_not_wait(url):
-    """A lock of the application: what the garbage collector runs does not know that its thread has it."""
+    """A lock of the application: a finalizer does not know that its thread has it."""
     with join(url) as cluster:
         lock, heard = threading.Lock(), threading.Event()
 

@@ -73,7 +73,7 @@ def test_the_module_of_the_tests_is_optimised_less_than_a_users():
     for target in ("set-up", "cpp-plain", "python-test", "types"):
         assert "module-release" not in recipe_of(target), target
         assert not re.search(rf"^{target}:.*module-release", text, re.MULTILINE), target
-    for target in ("build", "demo", "bench", "cpp-test"):  # what users get, and what is measured
+    for target in ("build", "demo", "bench", "cpp-test"):  # the builds that users get and that are measured
         assert re.search(rf"^{target}:.*\$\(DONE\)/module-release ", text, re.MULTILINE), target
 
 
@@ -179,7 +179,7 @@ def test_no_test_sleeps_for_long():
 
 
 def test_members_of_an_etcd_do_not_wait_for_a_lease_to_begin():
-    """Two seconds of each of some 150 tests: only what is about a new etcd begins with one."""
+    """Two seconds of each of some 150 tests: only tests about a new etcd begin with one."""
     new = [path.name for path in TEST_FILES if re.search(r"EtcdPlace\([^)]*new=True", path.read_text())]
     assert new == ["test_long_lease.py"]
 

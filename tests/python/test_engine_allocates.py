@@ -200,7 +200,7 @@ class ReusingEngine:
 
 @pytest.fixture
 def recipe(clean_environment: None) -> Iterator[dict[str, Any]]:
-    """What the code of the guide has defined when it has run."""
+    """The names that the code of the guide defines."""
     namespace: dict[str, Any] = {"__name__": "__main__"}
     for fence in fences(GUIDE.read_text()):
         if fence.info == "python":

@@ -64,6 +64,6 @@ def test_a_killed_child_has_ended_and_its_pid_is_reported():
     assert child.process.poll() == -signal.SIGKILL
     child.kill(signal.SIGCONT)  # does nothing
     child.close()
-    for _ in range(3):  # what one has imported or changed is not there for the next
+    for _ in range(3):  # imports and changes of one are not there for the next
         assert run("import sys, kvpool\nassert 'wave' not in sys.modules\nimport wave\nkvpool.changed = 1").stderr == ""
         assert run("import kvpool\nassert not hasattr(kvpool, 'changed')").stderr == ""

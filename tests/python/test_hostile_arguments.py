@@ -133,7 +133,7 @@ def check(call: Any, pools: list[kvpool.Pool]) -> None:
             one.close()
 
 
-# Of each call, what is passed when it is not the argument's turn.
+# For each call, the arguments that are passed when it is not their turn.
 LOCAL: dict[str, dict[str, Any]] = {
     "alloc": {"n": 1, "medium": kvpool.HBM, "evict": False, "instance": None, "timeout": 1, "stream": None},
     "free": {"addrs": "mine"},

@@ -24,7 +24,7 @@ def test_a_handle_keeps_its_pool():
     hit = pool.match(prompt(2))
     del pool
     gc.collect()
-    assert alive() is None  # the Python object; what it was over lives on
+    assert alive() is None  # the Python object; the object beneath it lives on
     assert not hit.closed
     hit.close()
 

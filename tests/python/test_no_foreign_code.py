@@ -26,7 +26,7 @@ EVERYWHERE = {"0.0.0.0", "::", "[::]", "*"}
 
 
 def findings(source: str) -> Iterator[str]:
-    """What is wrong with a module."""
+    """The faults of a module."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

@@ -53,7 +53,7 @@ def test_the_newest_toolkit_of_each_major_version_is_taken():
 
 @pytest.fixture(scope="module")
 def source_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a checkout has, without what was built in it."""
+    """The files of a checkout, without build outputs."""
     tree = tmp_path_factory.mktemp("checkout")
     made = shutil.ignore_patterns("__pycache__", "*.so", "*.egg-info", ".*")
     for name in ("cpp", "bindings", "cuda", "cmake", "third_party", "src"):

@@ -21,8 +21,8 @@ OLD = "too old for these kernels. Install a driver for CUDA"
     ("build", "driver", "runs", "text"),
     [
         (CU13, (13, 1), True, "for CUDA 13.1"),
-        (CU12, (13, 0), True, "for CUDA 13.0"),  # a driver runs what older toolkits made
-        (CU12, (12, 2), True, "for CUDA 12.2"),  # and what newer ones of its major version made
+        (CU12, (13, 0), True, "for CUDA 13.0"),  # a driver runs code of older toolkits
+        (CU12, (12, 2), True, "for CUDA 12.2"),  # and of newer ones of its major version
         (CU13, (12, 4), False, f"for CUDA 12.4: {OLD} 13.0 (580 or newer), or a wheel for CUDA 12"),
         (CU13, (12, 0), False, f"for CUDA 12.0: {OLD} 13.0 (580 or newer)"),
         (CU12, (12, 0), False, f"for CUDA 12.0: {OLD} 12.1 (530 or newer)"),

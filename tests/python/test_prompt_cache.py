@@ -174,7 +174,7 @@ def test_a_cached_block_cannot_be_inserted_as_another_page(pool):
     for tokens, given in (
         (prompt(2, 5), addrs),  # another prompt
         (prompt(2), addrs[::-1]),  # another place
-        (prompt(3), np.r_[addrs, addrs[:1]]),  # beyond what is cached
+        (prompt(3), np.r_[addrs, addrs[:1]]),  # longer than the cached prompt
     ):
         with refused(pool, kvpool.StateError, "cached already"):
             pool.insert(tokens, given)

@@ -105,7 +105,7 @@ with pool_of(N) as pool:
             try:
                 verb()
             except (kvpool.ArgumentError, kvpool.StateError, kvpool.StaleAddress):
-                continue  # one stood twice in what was read
+                continue  # an address was read twice
             worked += 1
             pool.audit()
             pool.evict(N, kvpool.HBM)
@@ -249,7 +249,7 @@ with pool_of(4 * N) as here, pool_of(8 * N) as there:
                     call()
                     worked[name] += 1
                 except (kvpool.ArgumentError, kvpool.StateError, kvpool.StaleAddress, kvpool.OutOfBlocks, kvpool.Busy):
-                    pass  # one stood twice in what was read
+                    pass  # an address was read twice
                 there.evict(1 << 30, kvpool.HBM)
             assert time.monotonic() < until + 120, worked
         here.audit()

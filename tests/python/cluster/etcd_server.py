@@ -85,11 +85,11 @@ class EtcdServer:
             self.start()
 
     def forget(self) -> None:
-        """What it knew. It is not running."""
+        """Deletes its data. It is not running."""
         shutil.rmtree(self._folder / "data")
 
     def etcdctl(self, *arguments: str) -> str:
-        """What the administrator's program says."""
+        """The output of the administrator's program."""
         program = str(Path(self._program).with_name("etcdctl"))
         scheme = "https" if self._tls else "http"
         command = [program, f"--endpoints={scheme}://127.0.0.1:{self.port}", *arguments]

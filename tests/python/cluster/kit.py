@@ -39,7 +39,7 @@ def free_name() -> str:
 
 
 class Events:
-    """What a cluster has told, in order."""
+    """The events of a cluster, in order."""
 
     def __init__(self, cluster: kvpool.Cluster) -> None:
         self.all: list[kvpool.MemberEvent] = []

@@ -12,7 +12,7 @@ import kvpool
 
 
 def test_closing_ends_threads_descriptors_and_processes(place):
-    place.join().close()  # what is made once
+    place.join().close()  # creates everything that is made once
 
     def count():
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))

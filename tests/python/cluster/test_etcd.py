@@ -111,7 +111,9 @@ def test_a_member_that_died_when_etcd_lost_its_data_is_lost(own, own_etcd):
     member = own.member("a")
     own.register(own.join(), "b")
     events.wait("a", "joined")
-    events.wait("b", "joined")  # or it is told anew when etcd is there again, perhaps after what is waited for below
+    events.wait(
+        "b", "joined"
+    )  # or it is reported again when etcd is back, perhaps after the event that is waited for below
     own_etcd.kill()
     member.kill()
     own_etcd.forget()

@@ -13,7 +13,7 @@ from kvpool.cluster.etcd.keys import Holder, Ids
 
 
 class Keys:
-    """What stands below the prefix of a place, read and changed past the members."""
+    """The keys below the prefix of a cluster, read and changed behind the members' backs."""
 
     def __init__(self, place: EtcdPlace) -> None:
         self._call = place.server.call
@@ -85,7 +85,7 @@ def test_a_name_that_another_member_has_taken_is_refused_to_the_first(etcd, keys
     assert not reg.lease_valid()
     with pytest.raises(kvpool.StateError, match="another incarnation"):
         reg.publish(state="draining")
-    wait_for(lambda: keys.read(f"instances/{reg.instance}") is None)  # it gives back what it had
+    wait_for(lambda: keys.read(f"instances/{reg.instance}") is None)  # it deletes its own key
 
 
 def test_an_id_that_another_member_has_taken_is_refused_to_the_first(etcd, keys):

@@ -42,7 +42,7 @@ def spoil(keys, content):
 
 
 def register_at_once(etcd, *names):
-    """Two that join at the same moment. Their ids, or what they were refused with."""
+    """Two members that join at the same moment: their ids, or their errors."""
     clusters = [etcd.join() for _ in names]
     begin = threading.Barrier(len(names))
     found: dict[str, object] = {}
@@ -113,7 +113,7 @@ def test_ids_that_begin_again_skip_those_that_are_taken(etcd, keys):
 
 
 def test_an_id_outlasts_the_lease_of_its_member(etcd, keys):
-    """So a silence of etcd frees no id: what is on the short lease is the record alone."""
+    """So a silence of etcd frees no id: only the record is on the short lease."""
     reg = etcd.register(etcd.join(), "a")
     entry = reg._entry
     etcd.server.call("lease/revoke", {"ID": str(entry._lease)})

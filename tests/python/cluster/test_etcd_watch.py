@@ -85,7 +85,7 @@ def test_a_watch_that_is_silent_for_lack_of_events_is_left_alone(etcd, etcd_serv
     router = etcd.join()
     wait_for(lambda: len(begun) == 1)
     watcher, checks, check = router._directory.watcher, [], EtcdWatcher._silence_of
-    watcher._heartbeat_s = 60.0  # an etcd that takes its time on a busy machine is not what this is about
+    watcher._heartbeat_s = 60.0  # this is not about an etcd that is slow on a busy machine
     monkeypatch.setattr(EtcdWatcher, "_silence_of", lambda *given: checks.append(check(*given)) or checks[-1])
     for number in range(3):
         etcd_server.call("kv/put", {"key": encode("elsewhere"), "value": encode(str(number))})
@@ -130,7 +130,7 @@ def event(revision, **more):
 
 
 def test_missed_events_are_not_skipped_when_a_watch_breaks_before_it_delivers_them(watcher):
-    """etcd tells its own revision first, then the past in portions: what counts is what it has told."""
+    """etcd tells its own revision first, then the past in portions: only events that were delivered count."""
     watcher._read([{"created": True, "header": {"revision": "50"}}])
     assert watcher._revision == 10
     watcher._read([{"header": {"revision": "50"}, "events": [event(20), event(30)]}])

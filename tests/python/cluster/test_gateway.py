@@ -15,7 +15,7 @@ from cluster.kit import in_thread
 from kvpool.cluster.etcd.gateway import Denied, Gateway, NoAnswer, Options
 from kvpool.cluster.etcd.lease_renewer import DUE_WORD, FAILED_WORD, PAGE_BYTES, UNTIL_WORD, LeaseRenewer
 
-WITHOUT_TOKEN = {"lease/keepalive"}  # what etcd asks no token for
+WITHOUT_TOKEN = {"lease/keepalive"}  # requests for which etcd asks no token
 
 
 class SlowEtcd(http.server.ThreadingHTTPServer):

@@ -42,7 +42,7 @@ def test_all_members_come_back_after_their_folder_is_deleted(local, way):
         events.wait(name, "joined")
     before, secret = router.members(), router.secret
     if way == "removed":
-        shutil.rmtree(local.folder, ignore_errors=True)  # while they put back what is missing
+        shutil.rmtree(local.folder, ignore_errors=True)  # while members restore missing files
     elif way == "moved":
         os.rename(local.folder, f"{local.folder}.gone")
     elif way == "emptied":
@@ -270,7 +270,7 @@ def test_a_bad_address_or_option_is_refused(url, options, error):
 
 
 def test_a_member_that_is_stopped_while_it_reads_its_page_has_lost_its_lease(local, monkeypatch):
-    """What it finds then says nothing: another one may have the name by now."""
+    """Its findings say nothing then: another member may have the name by now."""
     reg = local.register(local.join(), "a")
     page = reg._entry._page
 

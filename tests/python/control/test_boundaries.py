@@ -1,4 +1,4 @@
-"""Boundaries are measured by real transfers and real iterations; what is measured is used by the planner."""
+"""Boundaries are measured by real transfers and real iterations, and the planner uses them."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_file_that_is_no_profile_is_refused(text, tmp_path):
         load_boundaries(file)
 
 
-# ---- what is measured computes what it should
+# ---- the measured code computes the right results
 
 
 def test_each_request_of_an_iteration_sees_only_its_own_cache():

@@ -67,7 +67,7 @@ if is_fake():
 
 
 def left() -> str:
-    """What was taken of the driver and not given back."""
+    """Objects of the driver that were not freed."""
     return str(cuda.fake_cuda_left().decode())
 
 
@@ -169,7 +169,7 @@ def _copied() -> int:
 
 
 def byte_layout() -> kvpool.KVLayout:
-    """What held work can write and read."""
+    """Memory that held work can write and read."""
     return small_layout(dtype="uint8")
 
 

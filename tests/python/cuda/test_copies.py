@@ -11,7 +11,7 @@ BLOCKS = 3
 def make_pool(adopted):
     if not adopted:
         return small_pool(device="cuda:0", layout=layout, pin_dram="auto")
-    new_stream(0)  # its context is current: what is allocated below is on this GPU
+    new_stream(0)  # its context is current: allocations below are on this GPU
     layers = [EngineTensor((8, *layout.shape[1:]), "|u1") for _ in range(2)]
     return kvpool.Pool(layout, hbm=layers, dram_blocks=8, huge_pages="never", audit=True, pin_dram="auto")
 

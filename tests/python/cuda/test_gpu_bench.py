@@ -138,7 +138,7 @@ def test_benches_run_to_their_end_and_what_they_send_arrives(fake_cuda):
     assert [what for what in rows if what.startswith("cuda_ipc, 4 scattered")] == rows[:2], links
     assert rows[2:] == ["transfer() of 1 blocks, until it returns", "transfer() of 16 blocks, until it returns"], links
     assert "cuda_ipc: aggregated" in [row["what"] for row in fig11["rows"]], fig11
-    # What cannot run here is left out, and said.
+    # Measurements that cannot run here are left out, with a note.
     assert any(note.startswith("ucx: ") or "left out" in note for note in fig11["notes"]), fig11
 
 

@@ -33,7 +33,7 @@ def test_a_file_fails_with_any_other_skip_and_without_its_expected_one(outcome, 
 
 
 def test_the_suites_read_gpu_memory_by_copies_of_the_driver_as_numpy_would(on_fake):
-    """What reads a real GPU, beside what the fake has in this process."""
+    """Reading a real GPU, beside the fake's memory in this process."""
     on_fake("""
 from gpu_memory import DeviceArray, fake_array
 dice = np.random.default_rng(1)

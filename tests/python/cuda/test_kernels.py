@@ -10,7 +10,7 @@ import pytest
 from gpu_suites import run_on_gpu
 from kit import LONG
 
-# Files, and what of them moves bytes by kernels, as pytest's -k; KVPOOL_LONG runs all of them.
+# Files, and their tests that move bytes by kernels, as pytest's -k; KVPOOL_LONG runs all of them.
 SUITES = {
     "test_swap.py": "",
     "transfer/test_layouts.py": "go_to_a_peer or differently_meet",

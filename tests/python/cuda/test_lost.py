@@ -29,7 +29,7 @@ for name, verb in verbs.items():
     else:
         silent.append(name)
 assert silent == []
-# What ends something, or only looks, goes on.
+# Calls that end something, or only read state, still work.
 assert pool.stats().hbm.capacity == pool.audit().hbm.capacity == 8
 assert [peer.name for peer in pool.peers.list()] == ["there"]
 opened.transfer.cancel()
@@ -150,7 +150,7 @@ def test_peers_in_other_processes_notice_a_lost_gpu_in_bounded_time(fake_cuda, r
             a("pool.close()")
             eventually(lambda: b("pool.peers.list() == []"), seconds=60)  # noqa: B023
             if lost == "a":
-                if route == "cuda_ipc":  # what its GPU had begun to write here is over for certain when its process is
+                if route == "cuda_ipc":  # its GPU's writes here have certainly ended when its process has
                     assert b("blocks_at_peers(pool)") == 4
                     a.close()
                 eventually(lambda: b("blocks_at_peers(pool)") == 0, seconds=60)  # noqa: B023

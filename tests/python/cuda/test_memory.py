@@ -24,7 +24,7 @@ with kvpool.Pool(layout, 100, 2, **options) as other:
         assert error.needed_bytes == blocks * MIB, error.fields
         assert (error.available_bytes, error.total_bytes, error.device) == (156 * MIB, 256 * MIB, 0), error.fields
         assert (left(), fake_counts("bytes")) == (taken, used)
-    # Exactly what is there may be had, and is there again afterwards; another GPU has its own.
+    # All free memory can be allocated, and is free again afterwards; another GPU has its own.
     for _ in range(2):
         with kvpool.Pool(layout, 156, 2, **options) as whole:
             assert whole.stats().device_bytes == 156 * MIB
@@ -39,7 +39,7 @@ assert left() == "", left()
 
 
 def test_running_out_of_memory_in_any_call_while_a_pool_is_made_leaves_nothing(on_fake):
-    """Of the GPU's, or of what the driver needs to lock the host's."""
+    """Out of GPU memory, or of memory for locking the host's."""
     on_fake("""
 cuda.fake_cuda_failed.restype = ctypes.c_bool
 descriptors = len(os.listdir("/proc/self/fd"))

@@ -20,7 +20,7 @@ from kit import LONG
 from ptx import Fault, Kernel, Memory, PtxError, parse, run
 
 ROOT = Path(__file__).resolve().parents[3]
-TARGET = "sm_80"  # the lowest one: what nvcc writes for the others is the same
+TARGET = "sm_80"  # the lowest one: nvcc's output for the others is the same
 JOBS = 1000 if LONG else 48
 HEADER_BYTES = 32
 TABLE_AT = 1 << 50  # of a table in the device's memory
@@ -95,7 +95,7 @@ def kernel_for(kernels: dict[str, Kernel], launch: Launch, table: str) -> Kernel
 
 
 def outcome(kernels: dict[str, Kernel], job: Job, table: str, blocks: int, ran: set[str]) -> bytes:
-    """What a job leaves behind when all of its launches find their table in this place."""
+    """The result of a job when all of its launches find their table in this place."""
     memory = Memory()
     memory.add(job.source_at, job.source)
     memory.add(job.target_at, job.before, writable=True)

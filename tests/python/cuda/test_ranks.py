@@ -281,7 +281,7 @@ def test_the_gpu_of_a_rank_copies_between_its_tiers(fake_cuda: Path) -> None:
         pool.insert(tokens, addrs).close()
         low = pool.swap_out(3)
         assert set(kvpool.media(low)) == {kvpool.DRAM}
-        a.put(addrs.tolist(), 90)  # the old ones are not what is sent
+        a.put(addrs.tolist(), 90)  # the old content must not be sent
         with pool.match(tokens) as hit:
             assert a.holds(hit.addrs.tolist(), 30)
             pool.transfer_with_insert("b", tokens, hit.addrs).wait(30)

@@ -81,7 +81,7 @@ def test_an_engines_tensors_on_a_gpu_are_adopted_by_either_protocol(on_fake):
     on_fake("""
 layout = small_layout()  # two layers, [2, 2, 4, 4] of float32 each
 engine = kvpool.Pool(small_layout(layers=1), 6, device="cuda:0")
-stream = new_stream()  # its context is current: what is allocated below is on this GPU
+stream = new_stream()  # its context is current: allocations below are on this GPU
 by_interface = EngineTensor((6, 2, 2, 4, 4))
 pool = kvpool.Pool(layout, hbm=[engine.tensor(HBM), by_interface], dram_blocks=6, audit=True)
 assert pool.arena(HBM).device == "cuda:0" and not pool.arena(HBM).owned and pool.arena(DRAM).pinned

@@ -19,7 +19,7 @@ END = b"\xff" * 8
 
 
 def eventually(holds):
-    """Waits until it holds, and says what it was at last otherwise."""
+    """Waits until it holds, and otherwise reports its last value."""
     give_up = time.monotonic() + DEADLINE
     while not (found := holds()):
         assert time.monotonic() < give_up, found
@@ -35,7 +35,7 @@ def follow(index, publisher, instance=1, **options):
 
 
 def agrees(index, pool, prompts, instance=1):
-    """Whether the index says of the instance what its pool says itself."""
+    """Whether the index agrees with the instance's pool."""
 
     def holds():
         index.audit()
@@ -49,7 +49,7 @@ def agrees(index, pool, prompts, instance=1):
 
 
 class Router:
-    """What subscribers of vLLM are: ZMQ and msgpack, nothing of kvpool. It keeps the hashes that are stored."""
+    """A subscriber as for vLLM: ZMQ and msgpack, nothing of kvpool. It keeps the stored hashes."""
 
     def __init__(self, context, publisher):
         self.socket = context.socket(zmq.SUB)

@@ -28,7 +28,7 @@ def test_a_subscriber_begins_with_what_is_cached_and_follows(pool):
     for tokens, namespace in prompts[:2]:
         store(pool, tokens, namespace=namespace)
     index = InstanceIndex(BLOCK)
-    index.insert(prompt(3, 1), 2)  # what other instances hold stays
+    index.insert(prompt(3, 1), 2)  # pages of other instances stay
     with quick(pool) as publisher, follow(index, publisher) as subscriber:
         subscriber.wait_synced(DEADLINE)
         eventually(agrees(index, pool, prompts))
@@ -38,7 +38,7 @@ def test_a_subscriber_begins_with_what_is_cached_and_follows(pool):
         pool.evict(2, medium=DRAM)
         pool.delete(prompts[1][0], namespace="tenant")
         eventually(agrees(index, pool, prompts))
-        assert index.expire(before=10) == 3  # the other instance's; what events vouch for lasts
+        assert index.expire(before=10) == 3  # the other instance's; pages from events last
         assert agrees(index, pool, prompts)()
         assert (subscriber.gaps, subscriber.malformed, subscriber.left_out) == (0, 0, 0)
 

@@ -25,7 +25,7 @@ def made_model(parallel: cost.Parallel | None = None) -> cost.CostModel:
 
 
 def made_profile(model: cost.CostModel) -> cost.Profile:
-    """What a machine would measure on which the model is exactly right."""
+    """The measurements of a machine on which the model is exactly right."""
     single = cost.CostModel(model.model, model.fits)
     works = [
         cost.Work(x - cached, cached, -(-x // 16)) for x in (16, 48, 128, 500, 1024) for cached in (0, x // 3, x // 2)

@@ -113,7 +113,7 @@ def test_a_dtype_that_numpy_lacks_is_unsupported():
         profile_ops(cost.ModelShape(1, 8, 1, 1, 8, 8, dtype="bfloat16"))
 
 
-# ---- what is measured computes what it should
+# ---- the measured code computes the right results
 
 
 def test_a_profile_can_be_taken_with_the_torch_that_is_given():

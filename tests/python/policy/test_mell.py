@@ -207,7 +207,7 @@ def test_a_gpu_that_is_emptied_stops_and_its_number_is_used_again():
     assert driver.batch(arrivals=[("c", C)]).activated == (0,)
 
 
-# ---- what is refused
+# ---- refusals
 
 
 @pytest.mark.parametrize(

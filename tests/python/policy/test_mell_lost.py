@@ -22,7 +22,7 @@ class Service:
         self.capacity = scheduler.capacity
         self.monitor = mell.ClusterMonitor(scheduler)
         self.active = set()
-        self.where = {}  # what runs, and nothing else
+        self.where = {}  # running requests only
         self.sizes = {}  # of all that has not ended
         self.growths = {}  # that are reported and not written yet
         self.lost = set()  # since the last plan
@@ -51,7 +51,7 @@ class Service:
         self.lost.add(gpu)
 
     def plan(self):
-        """The plan of the epoch; it has nothing to do with what is lost."""
+        """The plan of the epoch; it does not touch anything lost."""
         terminated = self.lost & set(self.scheduler.gpus)
         plan = self.monitor.plan()
         named = {gpu for move in plan.moves for gpu in (move.source, move.destination)}
@@ -155,7 +155,7 @@ def test_plans_can_be_carried_out_whatever_is_lost_and_whenever(seed, compare, s
 
 
 def test_repairs_elsewhere_after_a_loss_are_in_the_plan():
-    """GPU 1 has three requests; when it is lost, what is left on the others fits on fewer."""
+    """GPU 1 has three requests; when it is lost, the rest on the others fits on fewer."""
     service = Service(mell.Mell(100))
     for request, size in enumerate((39, 29, 7, 47, 31)):
         service.submit(request, size)

@@ -44,8 +44,8 @@ def test_tokens_fit_beside_a_batch_as_far_as_the_slowdown_allows():
     profile = made_profile()
     assert profile.tokens_beside(1, 0.05) == 8
     assert profile.tokens_beside(1, 0.2) == 8 + int(24 * (0.012 - 0.0105) / (0.014 - 0.0105))
-    assert profile.tokens_beside(1, 5.0) == 32  # beyond what was measured nothing is known
-    assert profile.tokens_beside(8, 0.0) == 8  # what took less time than without is no slower
+    assert profile.tokens_beside(1, 5.0) == 32  # beyond the measurements nothing is known
+    assert profile.tokens_beside(8, 0.0) == 8  # a measurement below the one without moves is no slowdown
 
 
 def test_an_epoch_carries_tokens_in_each_of_its_slowed_iterations():

@@ -13,7 +13,7 @@ from kvpool.policy.routing import Balance, LeastLoad, LongestPrefix
 
 
 def test_a_hot_prefix_does_not_drown_one_instance():
-    """100 prompts that all begin with what instance 1 holds."""
+    """100 prompts that all begin with a prefix of instance 1."""
 
     def served(cap):
         fleet = Fleet(4, policy=LongestPrefix(), balance=Balance(cap=cap, idle=0, warmup_s=0, half_life_s=1e6))

@@ -60,7 +60,7 @@ def test_the_holder_with_the_fastest_fetch_is_chosen():
     decision = fleet.route(prompt(10))
     assert decision.instance == 1
     assert decision.fetch == (3, 0, 20, pytest.approx(2.0), 20.0)
-    assert fleet.scheduler.backlog_s(1) == pytest.approx(22.0)  # what is fetched is not computed
+    assert fleet.scheduler.backlog_s(1) == pytest.approx(22.0)  # fetched tokens are not computed
 
 
 # ---- kinds of instances
@@ -74,7 +74,7 @@ def test_prefill_and_decode_instances_have_separate_trees():
     assert (first.instance, first.decode, first.decode_cached) == (1, 3, 0)
     follow_up = np.concatenate([prompt(5), prompt(2, name=9), prompt(1)])
     second = fleet.route(follow_up)
-    assert (second.instance, second.cached) == (1, 5 * BLOCK)  # prefill-only: what was generated is not there
+    assert (second.instance, second.cached) == (1, 5 * BLOCK)  # prefill-only: generated tokens are not there
     assert (second.decode, second.decode_cached) == (3, 7 * BLOCK)
     assert second.holders == (Holder(3, 5 * BLOCK, 7 * BLOCK),)
 

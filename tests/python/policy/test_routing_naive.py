@@ -15,7 +15,7 @@ PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=5).map(lambda names: 
 
 
 class BesideANaiveOne(RuleBasedStateMachine):
-    """Random requests, ends, instances and times; what is decided is compared with what a loop over instances says."""
+    """Random requests, ends, instances and times; each decision is compared with a loop over instances."""
 
     def __init__(self):
         super().__init__()

@@ -115,7 +115,7 @@ def test_an_idle_fleet_shares_its_requests():
 
 
 def test_the_unit_model_is_a_cost_model():
-    """So that the figures above mean what they say."""
+    """So that the figures above are meaningful."""
     model = UnitModel()
     assert (
         model.exec_many_s(10, np.array([0, 4, 10])).tolist() == [model.exec_s(10, c) for c in (0, 4, 10)] == [10, 6, 1]

@@ -32,7 +32,7 @@ class FakeInstance:
         self.under_way = 0
         self.most_under_way = 0
         self.lock = threading.Lock()
-        self.released = threading.Event()  # what was held goes on
+        self.released = threading.Event()  # held requests go on
         self.app = Starlette(
             routes=[
                 Route("/health", self._health),

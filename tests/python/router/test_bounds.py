@@ -177,7 +177,7 @@ def connected(port: int) -> Iterator[socket.socket]:
 
 
 def ask(sock: socket.socket, close: bool = False) -> bytes:
-    """A whole answer; what there is of one, when the server hangs up."""
+    """A whole answer, or the received part if the server disconnects."""
     sock.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n%s\r\n" % (b"connection: close\r\n" if close else b""))
     answer = b""
     while b"\r\n\r\nhello" not in answer and (piece := sock.recv(65536)):
@@ -273,7 +273,7 @@ def test_headers_have_a_time_limit_and_nothing_else_counts_in_it():
     ],
 )
 def test_a_body_with_two_lengths_is_refused_and_the_connection_closed(head):
-    """What one reader takes for the body's end, another one takes for the next request."""
+    """One reader takes these bytes for the body's end, another for the next request."""
     with server() as port, connected(port) as sock:
         sock.sendall(head.encode() + b"\r\n\r\n5\r\nhello\r\n0\r\n\r\nGET / HTTP/1.1\r\nhost: x\r\n\r\n")
         answers = b"".join(iter(lambda: _received(sock), b""))
@@ -293,7 +293,7 @@ def test_a_body_with_one_length_is_read(framing):
 def _received(sock: socket.socket) -> bytes:
     try:
         return sock.recv(65536)
-    except ConnectionResetError:  # what was sent behind it had not been read
+    except ConnectionResetError:  # the bytes behind it had not been read
         return b""
 
 

@@ -113,7 +113,7 @@ def test_a_stream_that_turns_out_too_long_is_cut_off():
     with fakes("a") as one, routing(*one, **LIMITS) as running:
         named = running.client.post("/v1/completions", content=b"x" * (5 << 20))
         assert named.status_code == 413
-        with pytest.raises(httpx.TransportError):  # the router hangs up on what it does not read
+        with pytest.raises(httpx.TransportError):  # the router disconnects if it does not read a body
             unnamed = running.client.post("/v1/completions", content=pieces(b"x" * (8 << 20)))
             assert unnamed.status_code == 413
             raise httpx.TransportError("it was read in time")

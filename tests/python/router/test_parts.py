@@ -228,7 +228,7 @@ def test_the_reason_that_keeps_a_newcomer_out_is_logged_when_it_changes():
 
 
 def test_the_tree_does_not_grow_forever():
-    """At once, and by its longest unused: what is asked for again and again stays, however old it is."""
+    """At once, and by its longest unused: repeated prompts stay, however old they are."""
     fleet, clock = made_fleet(A, tree_blocks_max=100)
     tree = fleet._tree
     for number in range(50):

@@ -29,7 +29,7 @@ def bearer(key: str) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def guarded():
     with fakes("a") as one, routing(*one, api_key=KEY) as running:
-        running.client.headers.update(bearer(KEY))  # for what the kit itself asks
+        running.client.headers.update(bearer(KEY))  # for the kit's own requests
         running.fake = one[0]
         yield running
 

@@ -21,7 +21,7 @@ def _clean(clean_environment):
 
 
 def asked(capsys, *arguments):
-    """What the command prints as JSON."""
+    """The JSON output of the command."""
     assert cli.main([*QUICK, *arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 

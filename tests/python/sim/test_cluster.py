@@ -150,7 +150,7 @@ def test_two_tiers_have_nearly_the_hits_of_one_of_their_sum(hbm, dram):
     alone = Watched(cluster(hbm_blocks=hbm))
     for each in (two, one, alone):
         each.run(workload.start())
-    # What is brought back is in both tiers for a moment, so a little more is evicted than from one tier.
+    # Blocks that are brought back are in both tiers for a moment, so a little more is evicted than from one tier.
     assert 0.97 * one.measures.hit_ratio <= two.measures.hit_ratio <= one.measures.hit_ratio
     assert two.measures.hbm_tokens == alone.measures.hbm_tokens
     assert two.measures.dram_tokens > 0

@@ -151,7 +151,7 @@ def test_the_same_seed_gives_the_same_result_and_another_one_another():
 
 
 def test_prompt_trees_find_hits_that_sessions_miss():
-    """What Fig 15 is about, at its smallest: the same documents, asked about by others."""
+    """The subject of Fig 15, at its smallest: the same documents, in questions of others."""
     hits = {}
     for policy in (routing.LeastLoad, routing.SessionId, routing.LongestPrefix):
         hits[policy] = fleet(4, 2000, policy()).run(sessions_of(12, 4, 0.02, 3)).hit_ratio

@@ -46,7 +46,7 @@ __all__ = [
 
 PRELUDE = "from transfer.kit import *\nimport asyncio, kvpool, numpy as np, os, signal, threading, time"
 SECRET = "what the tests know"
-# What UCX may use on each route by it, which it reads from the environment when a context is made.
+# The transports of UCX on each route by it, which it reads from the environment when a context is made.
 UCX_SETTINGS = {
     "ucx-cma": {"UCX_TLS": "posix,cma"},
     "ucx-tcp": {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"},
@@ -76,7 +76,7 @@ class Remote:
         self._connection = multiprocessing.connection.Connection(ours.detach())
 
     def __call__(self, code: str, **values: Any) -> Any:
-        """Runs code; returns the value of its last expression. What it raises there is raised here."""
+        """Runs code; returns the value of its last expression. Errors there are raised here."""
         self.send(code, **values)
         return self.answer()
 
@@ -120,7 +120,7 @@ class Child(Remote):
 
 
 def serve(descriptor: int) -> None:
-    """What a Child runs."""
+    """The main loop of a Child."""
     obey(
         multiprocessing.connection.Connection(descriptor), {},
         "from kit import *\nfrom transfer.kit import *\nimport kvpool, numpy as np, os, signal, threading, time",
@@ -178,13 +178,13 @@ class Pair:
 
     a: kvpool.Pool
     b: Callable[..., Any]
-    to_b: str  # what a calls b
+    to_b: str  # a's name for b
     to_a: str
     child: Child | None
 
 
 def not_on_gpu(why: str) -> Any:
-    """A mark for tests of what pools on a GPU do not have. tests/python/gpu_suites.py knows which have it."""
+    """A mark for tests of features that pools on a GPU lack. tests/python/gpu_suites.py knows which have it."""
     return pytest.mark.skipif(ON_GPU, reason=f"not for a GPU: {why}")
 
 
@@ -202,7 +202,7 @@ def nccl_setting() -> str | None:
 
 
 def can_checksum(route: str) -> bool:
-    """What NCCL carries the CPU does not read."""
+    """The CPU does not read content that NCCL carries."""
     return route != "nccl"
 
 
@@ -298,7 +298,7 @@ def blocks_at_peers(pool: kvpool.Pool) -> int:
 
 
 def fill(pool: kvpool.Pool, addrs: Any, seed: int = 1) -> list[bytes]:
-    """Writes random numbers into blocks, and returns what each holds."""
+    """Writes random numbers into blocks, and returns each block's content."""
     random = np.random.default_rng(seed)
     for view, block in _blocks(pool, addrs):
         view[block] = random.integers(0, 1 << 16, view.shape[1:])
@@ -306,7 +306,7 @@ def fill(pool: kvpool.Pool, addrs: Any, seed: int = 1) -> list[bytes]:
 
 
 def content(pool: kvpool.Pool, addrs: Any) -> list[bytes]:
-    """What each block holds, in the layout's order whatever lies where."""
+    """The content of each block, in the layout's order."""
     return [view[block].tobytes() for view, block in _blocks(pool, addrs)]
 
 

@@ -90,7 +90,7 @@ class Instance:
                 memory[kvpool.block_ids([int(addr)])[0]] = kv[i] if not self.ranks else kv[i][index]
 
     def read(self, addrs: Any) -> npt.NDArray[Any]:
-        """What lies in the blocks, put together from the ranks; heads that several hold must be the same in all."""
+        """The content of blocks, put together from the ranks; heads that several hold must be the same in all."""
         kv = np.zeros((len(addrs), *self.layout.shape), self.layout.numpy_dtype)
         for i, addr in enumerate(addrs):
             written = np.zeros(self.layout.shape, bool)
@@ -135,7 +135,7 @@ def instances_of(**common: Any) -> Iterator[Any]:
 
 
 def grown(before: dict[str, int]) -> dict[str, int]:
-    """What there is more of than there was; what ends by itself may take a moment."""
+    """The counts that have grown; objects that end by themselves may take a moment."""
     until = time.monotonic() + SETTLED_SECONDS
     while True:
         gc.collect()  # errors keep the frames that they came through
@@ -159,7 +159,7 @@ def label(pair: tuple[ParallelConfig | None, ParallelConfig | None]) -> str:
 
 
 def things() -> dict[str, int]:
-    """What a process may leak, counted."""
+    """Counts of everything that a process may leak."""
     return {"descriptors": len(os.listdir("/proc/self/fd")), "threads": len(list(Path("/proc/self/task").iterdir()))}
 
 
@@ -172,7 +172,7 @@ def left_in(pool: kvpool.Pool) -> dict[str, int]:
 
 
 def left(*pools: kvpool.Pool, seconds: float = SETTLED_SECONDS) -> list[dict[str, int]]:
-    """What pools still have of their peers: [] as soon as none has anything, or after so long what is left."""
+    """What pools still hold of their peers: [] as soon as that is nothing, or the rest after a time."""
     until = time.monotonic() + seconds
     while True:
         rest = [counts for pool in pools if any((counts := left_in(pool)).values())]

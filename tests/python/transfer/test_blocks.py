@@ -26,7 +26,7 @@ def test_blocks_arrive_as_they_were(route, source, target):
         assert done.progress == (done.stats.bytes, done.stats.bytes)
         assert done.stats.route == route.partition("-")[0]
         assert content(pair.a, addrs) == sent
-        # What was reserved is the receiving application's now.
+        # The receiving application owns the reserved blocks now.
         assert pair.b("with pool.inbox.receive(60) as item: got = item.take()\n(item.peer, got.tolist())") == (
             pair.to_a,
             done.addrs.tolist(),
@@ -79,7 +79,7 @@ def test_private_bytes_arrive_with_the_blocks(route, private):
             "found"
         )
         assert got == (pair.to_a, sent, private, False)
-        assert pair.b("pool.stats().hbm.active") == 0  # closing the item freed what it did not give away
+        assert pair.b("pool.stats().hbm.active") == 0  # closing the item freed the blocks that were not taken
 
 
 @pytest.mark.parametrize("route", BLOCK_ROUTES)

@@ -40,7 +40,7 @@ bounded = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[
 
 
 def written(pool: kvpool.Pool, addrs: Any, seed: int) -> np.ndarray:
-    """Random bits into every element of these blocks; what they are."""
+    """Writes random bits into every element of these blocks, and returns them."""
     layout = pool.kv_layout
     bits = np.random.default_rng(seed).integers(0, 256, (len(addrs), layout.block_bytes), np.uint8)
     bits = bits.view(layout.numpy_dtype).reshape(len(addrs), *layout.shape)
@@ -80,7 +80,7 @@ def test_blocks_of_any_layout_go_to_a_peer_of_another_and_come_back(
     routes = {"routes": ("loopback", "sock") if on_cpu else (route,)}
     with pool_of(shape, ours, **routes) as here, pool_of(shape, theirs, on_cpu=on_cpu, **routes) as there:
         peer = here.peers.connect(there.peers.listen(address_of("sock-unix")))
-        # Scattered blocks, in any order, go to scattered ones; what is in all others stays.
+        # Scattered blocks, in any order, go to scattered ones; all others are unchanged.
         mine = here.alloc(BLOCKS, medium=source)
         bits = written(here, mine, seed)
         addrs = mine[blocks[:count]]

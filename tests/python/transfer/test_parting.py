@@ -91,7 +91,7 @@ def test_a_killed_peer_is_noticed_and_its_blocks_come_back(route):
         assert pair.a.stats().hbm.active == 2
         with pytest.raises(kvpool.PeerLost):
             pair.a.transfer(pair.to_b, pair.a.alloc(1), to=borrowed[:1])
-        pair.a.free(borrowed)  # what it had lent is gone with it
+        pair.a.free(borrowed)  # the blocks that it had lent are gone with it
 
 
 def test_a_peer_comes_back_under_its_name():
@@ -116,7 +116,7 @@ def test_a_peer_comes_back_under_its_name():
 
 
 def test_a_stopped_peer_is_lost_and_its_late_writes_do_no_harm(child):
-    """SIGSTOP is not SIGKILL: what it may still write is kept apart until it is known to be gone."""
+    """SIGSTOP is not SIGKILL: blocks that it may still write are quarantined until it is known to be gone."""
     short = {"lease_s": 3.0}
     with pair_of(NEAR, child=child, a=short, b=short, clean=False) as pair:
         assert pair.b("len(pool.alloc(2, instance=peer))", peer=pair.to_a) == 2
@@ -242,7 +242,7 @@ transfer = two.transfer(peer, two.alloc(1))
 @not_on_gpu("ucx is for memory of the host")
 @pytest.mark.parametrize("route", UCX_SETTINGS)
 def test_blocks_of_a_killed_tcp_peer_are_released_when_it_wrote_by_ucx(route):
-    """Its link has no descriptor of its process, and UCX may still deliver what it sent: both need a proof."""
+    """Its link has no descriptor of its process, and UCX may still deliver its bytes: both need a proof."""
     route_or_skip(route)
     settings = {"routes": ("ucx",), "prefer_unix_socket": False, "lease_s": 3.0, "secret": "s"}
     child = Child(**UCX_SETTINGS[route])

@@ -47,7 +47,7 @@ def pair_of(instances: Any, pair: Any, **options: Any) -> tuple[Instance, Instan
 
 
 def send(source: Instance, target: Instance, blocks: int, seed: int = 0, **options: Any) -> None:
-    """Sends, looks at what arrives, and frees all of it."""
+    """Sends, checks the items that arrive, and frees all of it."""
     addrs, kv = source.filled(blocks, seed)
     handle = source.pool.transfer(target.name, addrs, private=b"x", **options)
     handle.wait(60)
@@ -124,7 +124,7 @@ def test_blocks_that_were_swapped_are_moved_in_every_rank(instances: Any, pair: 
     low = a.pool.swap_out(4)
     assert all(kvpool.decode_address(int(addr)).medium == DRAM for addr in low)
     assert same(a.read(low), kv)
-    a.write(addrs, np.zeros_like(kv))  # the old ones are not what is sent
+    a.write(addrs, np.zeros_like(kv))  # the old content must not be sent
     with a.pool.match(tokens) as hit:
         a.pool.transfer_with_insert("b", tokens, hit.addrs).wait(60)
         with a.pool.swap_in(hit.addrs) as high:
@@ -218,7 +218,11 @@ def test_a_transfer_is_cancelled_at_any_moment(instances: Any, pair: Any, route:
             handle.wait(60)
             with b.pool.inbox.receive(60) as item:
                 assert same(b.read(item.addrs), kv)
-        except (kvpool.Cancelled, kvpool.OutOfBlocks, kvpool.PeerLost):  # OutOfBlocks: what was cancelled comes back
+        except (
+            kvpool.Cancelled,
+            kvpool.OutOfBlocks,
+            kvpool.PeerLost,
+        ):  # OutOfBlocks: blocks of cancelled ones come back later
             dropped(b.pool)  # it may have come all the same
     assert left(a.pool, b.pool) == []
     eventually(lambda: dropped(b.pool))
@@ -239,7 +243,7 @@ def test_a_deadline_ends_a_transfer_and_leaves_nothing(instances: Any, pair: Any
         with contextlib.suppress(kvpool.DeadlineExceeded):
             a.pool.transfer("b", addrs, timeout=timeout).wait(60)
         assert left(a.pool, b.pool) == []  # or there is no room for the next one
-        eventually(lambda: dropped(b.pool))  # what came whole though the sender had stopped waiting, too
+        eventually(lambda: dropped(b.pool))  # also items that arrived although the sender had stopped waiting
     send(a, b, 2)
 
 

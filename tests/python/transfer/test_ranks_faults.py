@@ -240,7 +240,7 @@ def test_closing_any_process_in_mid_transfer_leaves_the_others_whole(instances: 
         told: list[BaseException] = []
 
         threads = [threading.Thread(target=take, args=(one, over)) for one in (a, b)]
-        # Before anybody sends: what comes may fill the pool.
+        # Before any peer sends: items may fill the pool.
         sides = [(one, one.pool.alloc(6), other.name) for one, other in ((a, b), (b, a))]
         threads += [threading.Thread(target=work, args=(*side, over, told)) for side in sides]
         for thread in threads:

@@ -125,7 +125,7 @@ one.close()
 """)
 
 
-# ---- what peers sent
+# ---- items of peers
 
 
 def test_received_waits_and_may_time_out():
@@ -200,7 +200,7 @@ def test_a_callback_gets_every_item_that_is_sent(caplog):
         assert names == {"kvpool-received"}
         assert "this callback is broken" in caplog.text
         assert pair.to_b in caplog.text
-        eventually(lambda: pair.a.stats().hbm.active == 2)  # what the broken callback got was let go
+        eventually(lambda: pair.a.stats().hbm.active == 2)  # the item of the broken callback was closed
         assert handle.closed
         pair.b("pool.transfer(peer, pool.alloc(1), private=b'late').wait()\nNone", peer=pair.to_a)
         assert pair.a.inbox.receive(60).private == b"late"
@@ -393,10 +393,10 @@ def test_cached_blocks_can_be_fetched_and_stale_ones_not(route):
         with pytest.raises(kvpool.StaleAddress) as caught:
             pair.a.fetch(pair.to_b, cached).wait()
         assert caught.value.address in cached
-        eventually(lambda: pair.a.stats().hbm.free == free)  # what was allocated for it is free again
+        eventually(lambda: pair.a.stats().hbm.free == free)  # blocks that were allocated for it are free again
         mine = pair.a.alloc(2)
         assert isinstance(pair.a.fetch(pair.to_b, cached, to=mine).exception(60), kvpool.StaleAddress)
-        pair.a.free(mine)  # what was named is the caller's again
+        pair.a.free(mine)  # the caller owns the named blocks again
 
 
 def test_a_fetch_needs_room_here():
