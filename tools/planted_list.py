@@ -101,8 +101,22 @@ BUGS: Final[tuple[Bug, ...]] = (
     Bug(
         "unwritten-tail",
         "attention",
-        "the token behind a range is read as well: what its memory held before shows in the result",
-        _cpp("attention/attend_work.cpp", "job.end = range.end;", "job.end = range.end + 1;"),
+        "tokens behind the last one of a sequence are read: what their memory held before shows in the result",
+        _cpp(
+            "attention/leaf_kernel.h",
+            "for (int i = 0; i < tile.tokens; ++i) {",
+            "for (int i = 0; i < kTileTokens; ++i) {",
+        )
+        + _cpp(
+            "attention/leaf_kernel.h",
+            "for (int i = tile.tokens; i < kTileTokens; ++i) {",
+            "for (int i = kTileTokens; i < kTileTokens; ++i) {",
+        )
+        + _cpp(
+            "attention/leaf_kernel.h",
+            "static_cast<int>(end - tile.begin) : tile.tokens;",
+            "static_cast<int>(end - tile.begin) : kTileTokens;",
+        ),
         ("attention_kernel_test.cpp",),
     ),
     Bug(
