@@ -28,6 +28,7 @@ BENCHES = {
     "scale": "bench.api.scale",
     "swap": "bench.api.swap",
     "runs": "bench.api.runs",
+    "attention": "bench.attention.decode",
     "transfer": "bench.transfer.speed",
     "faults": "bench.faults.survive",
     "cluster": "bench.cluster.fanout",
