@@ -112,6 +112,8 @@ TEST_CASE("a link: data of every size is placed in the pieces that the receiver 
       for (const std::size_t bytes : {std::size_t{1}, std::size_t{2}, std::size_t{4096}, std::size_t{16384},
                                       std::size_t{16385}, std::size_t{65536}, std::size_t{100000}, std::size_t{1} << 20,
                                       (std::size_t{1} << 20) + 1, kPayloadBytesMax}) {
+        // Under a sanitizer the longest payload takes ten seconds: it is sent behind one body only.
+        if (bytes == kPayloadBytesMax && body != 40) continue;
         send_scattered(*pair.left.link, ++id, body, bytes);
         pair.left.link->send(message_of(FrameKind::kFlush, id));
         REQUIRE(soon([&] { return pair.right.handler->message_count() == id; }));
