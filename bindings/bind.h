@@ -32,6 +32,10 @@ void bind_reshard(pybind11::module_& module);
 // Methods of the pool that move blocks between its tiers, and the classes that they return. bind_pool calls it.
 void bind_swap(pybind11::module_& module, PoolClass& pool);
 
+// Sequences and attention: methods of the pool and the classes that they return. bind_pool calls bind_attend.
+void bind_partial(pybind11::module_& module);
+void bind_attend(pybind11::module_& module, PoolClass& pool);
+
 // Methods of the pool that need peers, and the classes that they return. bind_pool calls them.
 void bind_service(pybind11::module_& module, PoolClass& pool);
 void bind_members(PoolClass& pool);

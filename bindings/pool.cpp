@@ -76,7 +76,8 @@ NodePointer make_node(std::uint32_t block_tokens, std::vector<std::size_t> piece
                       const py::object& block_dim, py::handle engine_allocates, const py::object& shape,
                       const py::object& parallel, int device, const std::string& policy, int copy_threads,
                       const std::string& huge_pages, int numa_node, bool check_memory, const std::string& pin_dram,
-                      const std::string& device_memory, bool audit, bool zero_on_alloc, double timeout_s) {
+                      const std::string& device_memory, bool audit, bool zero_on_alloc, double timeout_s,
+                      int attend_threads) {
   const auto blocks = [](const py::object& argument, const char* name) {
     const std::size_t count = count_from(argument, name);
     if (count > kBlocksMax) {
@@ -112,7 +113,7 @@ NodePointer make_node(std::uint32_t block_tokens, std::vector<std::size_t> piece
   options.zero_on_alloc = zero_on_alloc;
   const GilReleased released;
   return {new PeerNode(PoolPointer(new Pool(options), destroy<Pool>), make_ranks,
-                       static_cast<std::int64_t>(timeout_s * 1e9)),  // checked by kvpool.Settings
+                       static_cast<std::int64_t>(timeout_s * 1e9), attend_threads),  // checked by kvpool.Settings
           destroy<PeerNode>};
 }
 
@@ -235,7 +236,7 @@ void bind_pool(py::module_& module) {
            py::arg("engine_allocates"), py::arg("shape"), py::arg("parallel"), py::arg("device"), py::arg("policy"),
            py::arg("copy_threads"), py::arg("huge_pages"), py::arg("numa_node"), py::arg("check_memory"),
            py::arg("pin_dram"), py::arg("device_memory"), py::arg("audit"), py::arg("zero_on_alloc"),
-           py::arg("timeout_s"))
+           py::arg("timeout_s"), py::arg("attend_threads"))
       .def("alloc", &alloc, py::arg("n"), py::arg("medium") = static_cast<int>(Medium::kHbm), py::arg("evict") = true,
            py::kw_only(), py::arg("instance") = py::none(), py::arg("timeout") = py::none(),
            py::arg("stream") = py::none(), R"(Allocates n blocks, all or nothing.
@@ -395,6 +396,7 @@ Raises:
            }),
            py::arg("medium"), py::arg("shape"), py::arg("strides"), py::arg("dtype"));
   bind_swap(module, pool_class);
+  bind_attend(module, pool_class);
   bind_service(module, pool_class);
   bind_members(pool_class);
   bind_ranks(module, pool_class);

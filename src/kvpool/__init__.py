@@ -21,6 +21,7 @@ import logging as _logging
 
 from kvpool._core import __version__
 from kvpool.alloc import KVTensor, SwapIn, SwapOut, SwappedIn
+from kvpool.attention import Attend, AttendPlan, KVSequence, PartialAttention, SequencePlan
 from kvpool.cluster import Cluster, Load, Member, MemberCallback, MemberEvent, Registration
 from kvpool.config import Settings
 from kvpool.errors import (
@@ -98,6 +99,8 @@ __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
     "Attachment",
+    "Attend",
+    "AttendPlan",
     "AuditError",
     "AuthError",
     "Batch",
@@ -116,6 +119,7 @@ __all__ = [
     "Inserted",
     "InstanceIndex",
     "KVLayout",
+    "KVSequence",
     "KVTensor",
     "LayoutMismatch",
     "Load",
@@ -131,6 +135,7 @@ __all__ = [
     "OutOfBlocks",
     "OutOfMemory",
     "ParallelConfig",
+    "PartialAttention",
     "PeerCallback",
     "PeerEvent",
     "PeerInfo",
@@ -152,6 +157,7 @@ __all__ = [
     "RouteCost",
     "RouteFailed",
     "RouteReport",
+    "SequencePlan",
     "Settings",
     "StaleAddress",
     "StateError",

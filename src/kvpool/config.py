@@ -43,6 +43,8 @@ class Settings:
             the oldest.
         copy_threads: Threads that share a copy of more than 1 MiB, the caller among them: from 1 to
             256.
+        attend_threads: Threads that share the work of one `Pool.attend`, up to 256; 0: as many as the processors that
+            the process may use.
         huge_pages: "auto" uses huge pages if the machine has them, "never" does not ask, "require" fails without.
         numa_node: The NUMA node of owned memory; -1: the kernel chooses.
         check_memory: Refuse an arena for which the machine or its cgroup has too little memory, instead of being killed
@@ -92,6 +94,7 @@ class Settings:
 
     policy: Policy = "lru"
     copy_threads: int = 2
+    attend_threads: int = 0
     huge_pages: Literal["auto", "never", "require"] = "auto"
     numa_node: int = -1
     check_memory: bool = True
@@ -133,6 +136,7 @@ class Settings:
 FIELDS: Final[dict[str, Any]] = get_type_hints(Settings)
 _RANGES: Final[dict[str, tuple[float, float]]] = {
     "copy_threads": (1, 256),
+    "attend_threads": (0, 256),
     "numa_node": (-1, 1023),
     "timeout_s": (0.001, 86400.0),
     "lease_s": (0.05, 3600.0),

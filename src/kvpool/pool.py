@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -114,6 +115,7 @@ class Pool(NetworkedPool):
             shape=_shape(layout),
             parallel=None if parallel is None else parallel._core_tuple(),
             device=ordinal,
+            attend_threads=_attend_threads(self.settings),
             **options,
         )
         self._gpu = _ordinal(device_name := self.arena(HBM).device)
@@ -293,6 +295,10 @@ class Pool(NetworkedPool):
             for name, tier in (("HBM", stats.hbm), ("DRAM", stats.dram))
         )
         return f"<Pool {'; '.join(tiers)}>"
+
+
+def _attend_threads(settings: Settings) -> int:
+    return settings.attend_threads or min(len(os.sched_getaffinity(0)), 256)
 
 
 def _shape(layout: KVLayout | RawLayout) -> tuple[int, int, int, str, int, bool, bool] | None:

@@ -23,6 +23,8 @@ PUBLIC = [
     "ArgumentError",
     "ArgumentTypeError",
     "Attachment",
+    "Attend",
+    "AttendPlan",
     "AuditError",
     "AuthError",
     "Batch",
@@ -41,6 +43,7 @@ PUBLIC = [
     "Inserted",
     "InstanceIndex",
     "KVLayout",
+    "KVSequence",
     "KVTensor",
     "LayoutMismatch",
     "Load",
@@ -59,6 +62,7 @@ PUBLIC = [
     "PeerCallback",
     "PeerEvent",
     "PeerInfo",
+    "PartialAttention",
     "PeerLost",
     "Peers",
     "Pool",
@@ -78,6 +82,7 @@ PUBLIC = [
     "RouteFailed",
     "RouteReport",
     "Settings",
+    "SequencePlan",
     "StaleAddress",
     "StateError",
     "StoredEvent",
@@ -172,9 +177,9 @@ def _names(body: list[ast.stmt]) -> dict[str, set[str] | None]:
 
 
 POOL = [
-    "adopt", "alloc", "arena", "attach", "audit", "batch", "close", "closed", "delete", "evict", "explain_match",
-    "fetch", "free", "inbox", "insert", "match", "peers", "ranks", "stats", "subscribe", "swap_in", "swap_out",
-    "tensor", "transfer", "transfer_with_insert",
+    "adopt", "alloc", "arena", "attach", "attend", "audit", "batch", "close", "closed", "delete", "evict",
+    "explain_match", "fetch", "free", "inbox", "insert", "match", "peers", "ranks", "sequence", "stats", "subscribe",
+    "swap_in", "swap_out", "tensor", "transfer", "transfer_with_insert",
 ]  # fmt: skip
 
 

@@ -61,6 +61,7 @@ RIDDLES: Final = ("whoever", "whomever", "what it is that", "is none", "are none
 EXCEPTIONS: Final[dict[str, dict[str, str]]] = {
     "lane": {
         "bindings/adopt.cpp": "DLPack: values in one element",
+        "bindings/cpu_tensor.cpp": "DLPack: values in one element",
         "bindings/machine.cpp": "UCX",
         "cpp/kvpool/base/crc32c.cpp": "SIMD",
         "cpp/kvpool/cuda/kernel_plan.h": "threads of a warp",

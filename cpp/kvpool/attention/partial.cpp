@@ -247,9 +247,7 @@ std::vector<float> PartialAttention::folded() const {
   return all;
 }
 
-void PartialAttention::finish(DType dtype, std::uint64_t tokens, std::span<std::byte> out) const {
-  check_result_type(dtype);
-  check_size("the memory for the result", out.size(), shape_.values() * dtype_bytes(dtype));
+void PartialAttention::check_covers(std::uint64_t tokens) const {
   if (const std::optional<TokenRange> gap = covers_.first_gap(tokens)) {
     throw Error(ErrorCode::kState,
                 "the result lacks the tokens [" + std::to_string(gap->begin) + ", " + std::to_string(gap->end) +
@@ -262,6 +260,12 @@ void PartialAttention::finish(DType dtype, std::uint64_t tokens, std::span<std::
                     std::to_string(tokens),
                 {{"covered", field(covers_.end())}, {"tokens", field(tokens)}});
   }
+}
+
+void PartialAttention::finish(DType dtype, std::uint64_t tokens, std::span<std::byte> out) const {
+  check_result_type(dtype);
+  check_size("the memory for the result", out.size(), shape_.values() * dtype_bytes(dtype));
+  check_covers(tokens);
   std::vector<float> all = folded();
   if (all.empty()) all.resize(PartialNode::floats(shape_));  // no tokens: every sum is 0
   const RowsView rows = view(all, shape_);

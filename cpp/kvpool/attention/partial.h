@@ -105,9 +105,13 @@ class PartialAttention {
   // Adds what `part` covers. Throws kArgument when the shapes differ, or when both cover a token (begin, end).
   void merge(PartialAttention part);
 
+  // Throws kState unless the part covers exactly [0, tokens): when tokens are missing (begin, end of the first gap;
+  // tokens), or there are more (covered, tokens).
+  void check_covers(std::uint64_t tokens) const;
+
   // Writes the result [token, head, dim] when the part covers exactly [0, tokens); rows that may see no token are zero.
-  // Throws kState when tokens are missing (begin, end of the first gap; tokens) or there are more (covered, tokens),
-  // and kArgument when the type is not float32, float16 or bfloat16, or `out` has not the bytes of the result.
+  // Throws as check_covers(), and kArgument when the type is not float32, float16 or bfloat16, or `out` has not the
+  // bytes of the result.
   void finish(DType dtype, std::uint64_t tokens, std::span<std::byte> out) const;
 
   // Writes for each row the logarithm of the sum of exponentials over what the part covers, also when that is not all:

@@ -8,11 +8,16 @@
 #include "kvpool/base/fork_guard.h"
 #include "kvpool/peers/service.h"
 #include "kvpool/pool/pool.h"
+#include "kvpool/sequences/attender.h"
 
 namespace kvpool {
 
-PeerNode::PeerNode(std::shared_ptr<Pool> pool, MakeRanks make_ranks, std::int64_t timeout_ns)
-    : pool_(std::move(pool)), make_ranks_(std::move(make_ranks)), timeout_ns_(timeout_ns), made_in_(fork_generation()) {
+PeerNode::PeerNode(std::shared_ptr<Pool> pool, MakeRanks make_ranks, std::int64_t timeout_ns, int attend_threads)
+    : pool_(std::move(pool)),
+      attender_(std::make_unique<Attender>(pool_->executor(), attend_threads)),
+      make_ranks_(std::move(make_ranks)),
+      timeout_ns_(timeout_ns),
+      made_in_(fork_generation()) {
   pool_->observe(this);
 }
 

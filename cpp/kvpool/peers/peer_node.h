@@ -23,6 +23,7 @@
 
 namespace kvpool {
 
+class Attender;
 class Pool;
 class Service;
 struct ServiceOptions;
@@ -32,13 +33,17 @@ class PeerNode final : private PoolObserver {
   static constexpr std::int64_t kTimeoutNs = 30'000'000'000;
 
   // `make_ranks`: of cpp/kvpool/ranks. `timeout_ns`: how long verbs wait when they are called without a timeout.
-  PeerNode(std::shared_ptr<Pool> pool, MakeRanks make_ranks, std::int64_t timeout_ns = kTimeoutNs);
+  // `attend_threads`: that compute attention together.
+  PeerNode(std::shared_ptr<Pool> pool, MakeRanks make_ranks, std::int64_t timeout_ns = kTimeoutNs,
+           int attend_threads = 1);
   ~PeerNode();
   PeerNode(const PeerNode&) = delete;
   PeerNode& operator=(const PeerNode&) = delete;
 
   Pool& pool() const noexcept { return *pool_; }
   std::int64_t timeout_ns() const noexcept { return timeout_ns_; }
+  // Computes attention over the pool's blocks.
+  Attender& attender() const noexcept { return *attender_; }
 
   // Makes the service. Verbs do not see it before it is published: if the first listen or connect fails, the node is as
   // before. Throws kState when the node has a service, kClosed when the pool is closed.
@@ -67,6 +72,7 @@ class PeerNode final : private PoolObserver {
   void on_pool_closing() noexcept override;
 
   const std::shared_ptr<Pool> pool_;
+  const std::unique_ptr<Attender> attender_;
   const MakeRanks make_ranks_;
   const std::int64_t timeout_ns_;
   const std::uint32_t made_in_;  // fork generation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvpool.types.addresses import Address, AddressLike, block_ids, decode_address, media
+from kvpool.types.attention import AttendPlan, SequencePlan
 from kvpool.types.layouts import DTYPES, KVLayout, Layout, RawLayout
 from kvpool.types.medium import DISK, DRAM, HBM, MIXED, Medium
 from kvpool.types.parameters import AddressVector, Bytes, CudaStream, Policy, Priority, Route, Strategy, TokenVector
@@ -17,6 +18,7 @@ __all__ = [
     "Address",
     "AddressLike",
     "AddressVector",
+    "AttendPlan",
     "Bytes",
     "CudaStream",
     "KVLayout",
@@ -26,6 +28,7 @@ __all__ = [
     "Priority",
     "RawLayout",
     "Route",
+    "SequencePlan",
     "Strategy",
     "TokenVector",
     "TransferSpec",

@@ -1,0 +1,315 @@
+// Sequences, and attention over them.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "arguments.h"
+#include "bind.h"
+#include "cpu_tensor.h"
+#include "gil.h"
+#include "kvpool/pool/pool.h"
+#include "kvpool/sequences/attender.h"
+#include "kvpool/sequences/sequence.h"
+#include "node.h"
+#include "partial.h"
+#include "service.h"
+#include "vectors.h"
+
+namespace kvpool::bindings {
+namespace {
+
+// Each keeps its pool, which goes after the other members.
+struct SequenceHandle {
+  NodePointer node;
+  std::shared_ptr<Sequence> sequence;
+};
+struct AttendHandle {
+  NodePointer node;
+  std::shared_ptr<AttendTask> task;
+  py::object result;  // once somebody has asked for it
+};
+
+// ---- sequences
+
+std::optional<std::uint64_t> tokens_written(py::handle argument) {
+  if (argument.is_none()) return std::nullopt;
+  return count_from(argument, "tokens");
+}
+
+// In a forked child a sequence is left alone: its blocks are the parent's.
+Sequence& sequence_of(const SequenceHandle& handle) {
+  handle.node->pool().guard_process();
+  return *handle.sequence;
+}
+
+SequenceHandle make_sequence(const NodePointer& node, const py::object& addresses_argument, py::handle tokens) {
+  const std::vector<Address> addresses = addresses_from(addresses_argument).copy();
+  return {node, std::make_shared<Sequence>(node->pool(), addresses, tokens_written(tokens))};
+}
+
+void append(const SequenceHandle& handle, const py::object& addresses_argument, py::handle tokens) {
+  const std::vector<Address> addresses = addresses_from(addresses_argument).copy();
+  sequence_of(handle).append(addresses, tokens_written(tokens));
+}
+
+py::array_t<Address> addresses_of(const SequenceHandle& handle) {
+  const std::vector<Address> addresses = sequence_of(handle).addresses();
+  return to_array(addresses.data(), addresses.size());
+}
+
+// ---- attention
+
+std::optional<float> scale_from(const py::object& argument) {
+  if (argument.is_none()) return std::nullopt;
+  const double scale = PyFloat_AsDouble(argument.ptr());
+  if (PyErr_Occurred() != nullptr) {
+    PyErr_Clear();
+    throw_type_error("scale must be a number or None, not " + type_name(argument));
+  }
+  if (!std::isfinite(scale)) throw_argument("scale must be finite");
+  return static_cast<float>(scale);
+}
+
+AttendRequest request_from(const Pool& pool, py::handle layer, const py::object& q_argument,
+                           const py::object& sequences_argument, const py::object& query_tokens_argument,
+                           const py::object& scale, py::handle causal) {
+  AttendRequest request;
+  const std::size_t layer_number = count_from(layer, "layer");
+  request.layer = static_cast<std::uint32_t>(std::min<std::size_t>(layer_number, UINT32_MAX));
+  request.scale = scale_from(scale);
+  request.causal = flag_from(causal, "causal");
+  const std::vector<py::object> sequences = items_from(sequences_argument, "seqs");
+  const std::vector<std::uint32_t> query_tokens = query_tokens_from(query_tokens_argument, sequences.size());
+  std::int64_t rows = 0;
+  for (std::size_t i = 0; i < sequences.size(); ++i) {
+    if (!py::isinstance<SequenceHandle>(sequences[i])) {
+      throw_type_error("seqs must be sequences of Pool.sequence, not " + type_name(sequences[i]));
+    }
+    request.sequences.push_back({sequences[i].cast<const SequenceHandle&>().sequence, query_tokens[i]});
+    rows += query_tokens[i];
+  }
+  const CpuTensor q = cpu_tensor_from(q_argument, "q", /*writable=*/false);
+  const std::array<std::int64_t, 3> wanted = {rows, -1, pool.layout().format.head_dim};
+  check_shape(q, "q", wanted, "[query tokens of all sequences, query head, head_dim]");
+  request.query_heads = static_cast<std::uint32_t>(std::min<std::int64_t>(q.shape[1], UINT32_MAX));
+  request.query_dtype = q.dtype;
+  request.q.assign(q.data, q.data + q.bytes);
+  return request;
+}
+
+AttendHandle attend(const NodePointer& node, py::handle layer, const py::object& q, const py::object& sequences,
+                    const py::object& query_tokens, const py::object& scale, py::handle causal) {
+  Pool& pool = node->pool();
+  pool.guard();
+  Sequence::check_pool(pool);
+  AttendRequest request = request_from(pool, layer, q, sequences, query_tokens, scale, causal);
+  const GilReleased released;
+  Attender& attender = node->attender();
+  AttendHandle handle{node, std::make_shared<AttendTask>(pool, std::move(request), attender.team()), {}};
+  attender.start(handle.task);
+  return handle;
+}
+
+AttendTask& task_of(const AttendHandle& handle) {
+  handle.node->pool().guard_process();
+  return *handle.task;
+}
+
+void await_end(const AttendHandle& handle, AttendTask& task, py::handle timeout) {
+  const std::int64_t until_ns = deadline_from(timeout, handle.node->timeout_ns());
+  if (task.done() || wait_interruptibly(until_ns, [&](std::int64_t slice) { return task.wait(slice); })) return;
+  PyErr_SetString(PyExc_TimeoutError, "the attention is still under way");
+  throw py::error_already_set();
+}
+
+// The same object each time. The GIL orders the callers.
+py::object wait(AttendHandle& handle, py::handle timeout) {
+  AttendTask& task = task_of(handle);
+  await_end(handle, task, timeout);
+  task.rethrow_if_failed();
+  if (!handle.result) {
+    PartialBatch batch{task.take_parts(), {}};
+    for (const std::uint64_t tokens : task.tokens()) batch.tokens.emplace_back(tokens);
+    handle.result = py::cast(std::move(batch));
+  }
+  return handle.result;
+}
+
+py::object exception(const AttendHandle& handle, py::handle timeout) {
+  AttendTask& task = task_of(handle);
+  await_end(handle, task, timeout);
+  try {
+    task.rethrow_if_failed();
+  } catch (const Error& error) {
+    return exception_from(error);
+  }
+  return py::none();
+}
+
+const char* way_name(AttendWay way) {
+  switch (way) {
+    case AttendWay::kHeads:
+      return "heads";
+    case AttendWay::kLeaves:
+      return "leaves";
+    case AttendWay::kLeavesAndMerges:
+      return "leaves_and_merges";
+  }
+  return "";
+}
+
+py::tuple plan_of(const AttendHandle& handle) {
+  const AttendPlan& plan = task_of(handle).plan();
+  py::list items;
+  for (const AttendPlan::Item& item : plan.items) {
+    items.append(py::make_tuple(way_name(item.way), item.head_groups, item.nodes));
+  }
+  return py::make_tuple(kernel_name(plan.kernel), plan.threads, items);
+}
+
+void bind_sequence(py::module_& module) {
+  py::class_<SequenceHandle>(module, "KVSequence",
+                             R"(The KV cache of one sequence: which block holds which of its tokens.
+
+Made by `Pool.sequence`. It holds its blocks but does not own them: blocks freed meanwhile are reused only after
+``close()``, and cached ones are neither evicted nor moved. Use it in a ``with``, or close it. Thread-safe.
+
+Attributes:
+    addrs: uint64 array with the address of each block.
+    tokens: How many tokens have been written. Assign it when the engine has written more, or has rejected some.
+        ArgumentError if the blocks hold fewer; StateError when the sequence is closed.
+    closed: Whether close() was called.)")
+      .def("append", &append, py::arg("addrs"), py::arg("tokens") = py::none(), R"(Adds blocks behind the last one.
+
+Args:
+    addrs: Addresses; uint64 array, buffer, or list.
+    tokens: How many tokens have been written now; None: as many as before.
+
+Raises:
+    StateError: The sequence is closed.
+    StaleAddress, NotOwner, Unsupported, ArgumentError: As `Pool.sequence`. Nothing was added.)")
+      .def_property(
+          "tokens", [](const SequenceHandle& handle) { return sequence_of(handle).tokens(); },
+          [](const SequenceHandle& handle, py::handle tokens) {
+            sequence_of(handle).set_tokens(count_from(tokens, "tokens"));
+          },
+          "How many tokens have been written.")
+      .def_property_readonly("addrs", &addresses_of, "uint64 array with the address of each block.")
+      .def_property_readonly(
+          "closed", [](const SequenceHandle& handle) { return sequence_of(handle).closed(); },
+          "Whether close() was called.")
+      .def(
+          "close", [](const SequenceHandle& handle) { sequence_of(handle).close(); },
+          "Lets the blocks go, at once or when no attention reads them any longer. Idempotent.")
+      .def("__enter__", [](const py::object& self) { return self; })
+      .def("__exit__", [](const SequenceHandle& handle, const py::args&) { sequence_of(handle).close(); })
+      .def("__repr__", [](const SequenceHandle& handle) {
+        const Sequence& sequence = *handle.sequence;
+        return "<KVSequence of " + std::to_string(sequence.tokens()) + " tokens in " +
+               std::to_string(sequence.addresses().size()) + " blocks" + (sequence.closed() ? ", closed>" : ">");
+      });
+}
+
+void bind_handle(py::module_& module) {
+  py::class_<AttendHandle>(module, "Attend", R"(Attention that is being computed: the result of `Pool.attend`.
+
+A thread of the pool computes it, or the thread that waits for it, whichever comes first. Thread-safe. ``await`` it in a
+coroutine, which gives what ``wait`` returns. Dropping the handle does not cancel it.)")
+      .def("wait", &wait, py::arg("timeout") = py::none(), R"(Waits until it is done. Releases the GIL.
+
+Args:
+    timeout: Seconds; None: the setting ``timeout_s``. It is not looked at while this thread itself computes.
+
+Returns:
+    The PartialAttention of all sequences.
+
+Raises:
+    TimeoutError: ``timeout`` passed; the computation goes on.
+    Cancelled: By cancel().
+    ClosedError: The pool was closed before it began.)")
+      .def(
+          "done", [](const AttendHandle& handle) { return task_of(handle).done(); },
+          "Whether it has ended, one way or another. Does not wait.")
+      .def(
+          "cancel", [](const AttendHandle& handle) { return task_of(handle).cancel(); },
+          R"(Ends it with Cancelled, which is possible until it begins to compute. Does not wait.
+
+Returns:
+    False when it has begun, or ended; then nothing changes.)")
+      .def("exception", &exception, py::arg("timeout") = py::none(),
+           R"(Waits until it is done, and returns the exception that wait() would raise, or None on success.
+
+Args:
+    timeout: As in wait.
+
+Raises:
+    TimeoutError: ``timeout`` passed; the computation goes on.)")
+      .def(
+          "fileno", [](const AttendHandle& handle) { return task_of(handle).done_fd(); },
+          "A file descriptor that becomes readable when it is done, for select and its like. Do not read or close it.")
+      .def("_plan", &plan_of)
+      .def("__repr__", [](const AttendHandle& handle) {
+        return std::string("<Attend ") + (handle.task->done() ? "done" : "under way") + ">";
+      });
+}
+
+}  // namespace
+
+void bind_attend(py::module_& module, PoolClass& pool) {
+  bind_partial(module);
+  bind_sequence(module);
+  bind_handle(module);
+  pool.def("sequence", &make_sequence, py::arg("addrs"), py::arg("tokens") = py::none(),
+           R"(A sequence whose KV cache is in these blocks, for `attend`.
+
+The sequence holds the blocks, which stay the caller's: free them as before, best after the sequence is closed.
+
+Args:
+    addrs: One address for each block, in the order of the tokens; blocks in HBM and in DRAM may be mixed.
+    tokens: How many tokens have been written, from the first on. None: as many as the blocks hold.
+
+Raises:
+    Unsupported: Attention cannot read them: blocks of a GPU, of ranks, of a RawLayout, or an element type without a
+        kernel (float32, float16, bfloat16 and float8_e4m3fn have one).
+    StaleAddress, NotOwner, StateError: One was freed, is another instance's, or is being written by a transfer.
+    ArgumentError: The blocks hold fewer tokens than `tokens`, or one is no address.)")
+      .def("attend", &attend, py::arg("layer"), py::arg("q"), py::arg("seqs"), py::kw_only(),
+           py::arg("query_tokens") = py::none(), py::arg("scale") = py::none(), py::arg("causal") = true,
+           R"(Attention of one layer over sequences, on the CPU, where their blocks are. Does not wait.
+
+For decoding: up to 16 query tokens a sequence. Longer chunks of a prompt are faster with the engine's own kernel, whose
+result joins by `PartialAttention.from_lse`. K and V of the query tokens must have been written before the call; blocks
+must not change until it is done, except for tokens behind those that `Sequence.tokens` counts. Releases the GIL.
+Computed by ``attend_threads`` threads; results do not depend on how many there are.
+
+Args:
+    layer: The layer of the blocks.
+    q: Queries [query token, query head, head_dim] of float32, float16 or bfloat16 (NumPy: uint16), the query tokens of
+        all sequences one behind the other. A contiguous NumPy array or tensor on the CPU; it is copied.
+    seqs: Sequences of this pool.
+    query_tokens: How many query tokens each sequence has; None: one each. They are the last ones of the sequence.
+    scale: Of the scores; None: 1 / sqrt(head_dim).
+    causal: Whether a query token sees only the tokens up to its own. False: it sees all.
+
+Returns:
+    An Attend. Its wait() gives the PartialAttention, whose finish() gives the output.
+
+Raises:
+    ArgumentError: Numbers or shapes do not fit the layout or each other; the error says which.
+    ArgumentTypeError: An argument has the wrong type.
+    NotOwner: A sequence of another pool.
+    StateError: A sequence is closed.
+    Unsupported: As `sequence`.)");
+}
+
+}  // namespace kvpool::bindings

@@ -1,0 +1,40 @@
+"""How attention is carried out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["AttendPlan", "SequencePlan"]
+
+
+@dataclass(frozen=True)
+class SequencePlan:
+    """How the attention over one sequence is shared between threads. It changes the speed, never the result.
+
+    Attributes:
+        way: "heads": the KV heads are shared out, and a thread reads all tokens of its heads, for up to 8,192 tokens.
+            "leaves": the tokens are shared out as well, at leaves of 1,024 tokens, up to 32,768. "leaves_and_merges":
+            the same, and several threads merge (DistAttention, section 5).
+        head_groups: Into how many ranges the KV heads are divided.
+        nodes: Into how many ranges the tokens are divided.
+    """
+
+    way: Literal["heads", "leaves", "leaves_and_merges"]
+    head_groups: int
+    nodes: int
+
+
+@dataclass(frozen=True)
+class AttendPlan:
+    """How a call of `Pool.attend` is carried out.
+
+    Attributes:
+        kernel: The kernel, by instruction set and version: "avx512/1".
+        threads: How many threads share the work.
+        sequences: How each sequence's part is shared out.
+    """
+
+    kernel: str
+    threads: int
+    sequences: tuple[SequencePlan, ...]
