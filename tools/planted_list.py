@@ -467,4 +467,24 @@ BUGS: Final[tuple[Bug, ...]] = (
         ("python/cluster/test_local.py", "python/cluster/test_local_strangers.py"),
         build="python",
     ),
+    Bug(
+        "lent-beyond-the-cap",
+        "policy",
+        "a member lends all that is free, beyond its lend_max: a neighbour's long request stops its own",
+        _python(
+            "policy/lending/ledger.py",
+            "return max(0, min(self.free_blocks, self.lend_max - self.lent))",
+            "return self.free_blocks",
+        ),
+        ("python/policy/test_lending_ledger.py", "python/policy/test_lending_cluster.py"),
+        build="python",
+    ),
+    Bug(
+        "mutual-debt-missed",
+        "policy",
+        "two members that owe each other blocks keep them apart for ever: the printed algorithm skips the edge back",
+        _python("policy/lending/cycles.py", "if len(whole) > 1:", "if len(whole) > 2:"),
+        ("python/policy/test_lending_settlement.py",),
+        build="python",
+    ),
 )

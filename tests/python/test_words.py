@@ -89,7 +89,8 @@ EXCEPTIONS: Final[dict[str, dict[str, str]]] = {
         "docs/internals/lending.md": "debts",
         "src/kvpool/policy/lending/__init__.py": "debts",
         "src/kvpool/policy/lending/settle.py": "debts",
-        "tests/python/policy/test_lending_settle.py": "debts",
+        "tests/python/policy/lending_cluster.py": "debts",
+        "tests/python/policy/test_lending_settlement.py": "debts",
     },
 }
 

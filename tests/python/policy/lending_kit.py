@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 from hypothesis import strategies as st
 
 from kvpool import DRAM, HBM
@@ -26,11 +24,11 @@ def ledger_of(*rows):
 
 
 def has_cycle(pairs) -> bool:
-    """Whether directed edges have a cycle: somebody reaches himself."""
-    reached = set(pairs)
-    while more := {(a, d) for (a, b), (c, d) in product(reached, reached) if b == c} - reached:
-        reached |= more
-    return any(a == b for a, b in reached)
+    """Whether directed edges have a cycle: something is left when edges to where nothing goes on are taken away."""
+    left = set(pairs)
+    while ends := {pair for pair in left if pair[1] not in {begin for begin, _ in left}}:
+        left -= ends
+    return bool(left)
 
 
 def net_of(debts) -> dict[int, int]:

@@ -8,27 +8,52 @@
     Ledger, Row         who has room, and who owes how much to whom
     worth_publishing    whether a row has moved so far that others should learn of it
     candidates, Search  three creditors to ask, drawn with weights, and three more after three refusals
+    plan_offload        which blocks go to which creditors when memory runs short
+    plan_payback        which come home when there is room
     settle, steps       the cycles of debts that are brought home, and the order in which that has room
+    Freeze, Freezes     what may not change meanwhile, and until when
 
 Everything here is pure: data in, plans out. Every member computes for itself from its own ledger; there is no master.
 docs/internals/lending.md says why the settlements keep what they promise.
 """
 
 from kvpool.policy.lending.candidates import CANDIDATES, Search, Weights, candidates
+from kvpool.policy.lending.freeze import Freeze, Freezes, freeze_of
 from kvpool.policy.lending.ledger import PUBLISHED_PART, Debts, Ledger, Row, worth_publishing
+from kvpool.policy.lending.offload import (
+    LEAF_BLOCKS,
+    Held,
+    Loan,
+    Offload,
+    OffloadPlan,
+    Payback,
+    plan_offload,
+    plan_payback,
+)
 from kvpool.policy.lending.settle import Settlement, Step, settle, settled, steps
 
 __all__ = [
     "CANDIDATES",
+    "LEAF_BLOCKS",
     "PUBLISHED_PART",
     "Debts",
+    "Freeze",
+    "Freezes",
+    "Held",
     "Ledger",
+    "Loan",
+    "Offload",
+    "OffloadPlan",
+    "Payback",
     "Row",
     "Search",
     "Settlement",
     "Step",
     "Weights",
     "candidates",
+    "freeze_of",
+    "plan_offload",
+    "plan_payback",
     "settle",
     "settled",
     "steps",

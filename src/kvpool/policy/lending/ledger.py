@@ -75,9 +75,14 @@ class Row:
         return sum(self.free.values())
 
     @property
+    def can_lend(self) -> int:
+        """How many blocks it has to lend within its cap: what it answers by when it is asked."""
+        return max(0, min(self.free_blocks, self.lend_max - self.lent))
+
+    @property
     def lendable(self) -> int:
-        """How many blocks it may lend now: nothing while it borrows, for then it would lend on what it was lent."""
-        return 0 if self.debts else max(0, min(self.free_blocks, self.lend_max - self.lent))
+        """How many blocks others may ask it for: none while it borrows, so that nothing is lent on."""
+        return 0 if self.debts else self.can_lend
 
 
 class Ledger:

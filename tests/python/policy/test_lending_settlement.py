@@ -64,6 +64,13 @@ def test_what_is_promised_holds_when_the_work_does_not_suffice(debts, least):
     check(debts, least, work=0)
 
 
+@pytest.mark.parametrize("work", [0, 50_000])
+@pytest.mark.parametrize("least", [1, 16])
+def test_what_is_promised_holds_among_many_members(least, work):
+    for seed in range(3):
+        check(random_debts(150, 4, seed), least, work)
+
+
 @given(DEBTS)
 def test_as_many_blocks_come_home_as_possible(debts):
     best = best_circulation(debts)
