@@ -91,6 +91,7 @@ std::uint64_t AttendWork::subtree_tokens(std::size_t item, const TokenRange& nod
 
 std::vector<AttendWork::HeadRange> AttendWork::head_groups(std::uint32_t groups) const {
   std::vector<HeadRange> ranges;
+  ranges.reserve(groups);
   const std::uint32_t heads = call_.kv.kv_heads;
   for (std::uint32_t i = 0; i < groups; ++i) ranges.push_back({heads * i / groups, heads * (i + 1) / groups});
   return ranges;

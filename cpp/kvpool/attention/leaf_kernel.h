@@ -86,7 +86,7 @@ KVPOOL_KERNEL_INLINE void prefetch(const std::byte* line) { __builtin_prefetch(l
 
 // x <= 0, or NaN, which it stays: 2^x within 2e-7, exactly 1 for 0; 0 below 2^-126.
 template <class V>
-KVPOOL_KERNEL_INLINE typename V::F exp2_of(typename V::F x) {
+KVPOOL_KERNEL_INLINE V::F exp2_of(typename V::F x) {
   x = V::max(V::set(-127.0F), x);
   const typename V::F integer = V::round(x);
   const typename V::F f = V::sub(x, integer);
