@@ -174,7 +174,7 @@ TEST_CASE("if one of several blocks cannot be read, none is held") {
   space.check_unread(blocks.data(), 2);
 }
 
-TEST_CASE("an owner may write blocks lent to it, and of those reserved only the ones of this transfer") {
+TEST_CASE("a transfer may write blocks that are reserved for it, and not those lent to its owner") {
   Blocks kept(4, 4);
   CacheBlocks& space = *kept;
   const Addresses blocks = take(space, 2, Medium::kHbm, BlockState::kReserved);
@@ -182,13 +182,18 @@ TEST_CASE("an owner may write blocks lent to it, and of those reserved only the 
   space.give({&blocks[1], 1}, {BlockState::kReserved, 5, 8});
   CHECK(space.owner_of(blocks[1]).incarnation == 5);
   CHECK(space.owner_of(blocks[1]).mark == 8);
-  space.check_writable(blocks.data(), 2, 5, 8, false);
-  const auto code = [&](std::size_t n, std::uint64_t incarnation, std::uint32_t mark, bool lent_only) {
-    return code_of([&] { space.check_writable(blocks.data() + n, 1, incarnation, mark, lent_only); });
+  space.check_reserved(&blocks[1], 1, 5, 8);
+  const auto code = [&](Address address, std::uint64_t incarnation, std::uint32_t mark) {
+    return code_of([&] { space.check_reserved(&address, 1, incarnation, mark); });
   };
-  CHECK(code(0, 6, 0, true) == ErrorCode::kNotOwner);
-  CHECK(code(1, 5, 9, false) == ErrorCode::kNotOwner);
-  CHECK(code(1, 5, 8, true) == ErrorCode::kNotOwner);
+  CHECK(code(blocks[0], 5, 0) == ErrorCode::kNotOwner);
+  CHECK(code(blocks[0], 5, 8) == ErrorCode::kNotOwner);
+  CHECK(code(blocks[1], 6, 8) == ErrorCode::kNotOwner);
+  CHECK(code(blocks[1], 5, 9) == ErrorCode::kNotOwner);
+  space.accept_instance(7);  // the same block by its other address
+  space.check_reserved(&blocks[1], 1, 5, 8);
+  const Address later = blocks[1] | Address{7} << kInstanceShift;
+  space.check_reserved(&later, 1, 5, 8);
 }
 
 }  // namespace

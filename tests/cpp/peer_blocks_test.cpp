@@ -8,6 +8,7 @@
 
 #include "failing_alloc.h"
 #include "kvpool/base/digest.h"
+#include "kvpool/pool/peer_claims.h"
 #include "pool_fixture.h"
 #include "thrown.h"
 
@@ -56,7 +57,7 @@ struct Kit {
   PeerBlocks blocks;
 };
 
-TEST_CASE("incarnation and transfer decide who may write a reserved or lent block") {
+TEST_CASE("incarnation and transfer decide who may write a reserved block") {
   Kit kit;
   ReserveSpec spec;
   spec.blocks = 2;
@@ -64,20 +65,19 @@ TEST_CASE("incarnation and transfer decide who may write a reserved or lent bloc
   const Addresses lent = *kit.blocks.lend(1, Medium::kHbm, kWriter, Room::kFree);
   const Writer other_transfer{kWriter.incarnation, kWriter.mark + 1};
   const Writer other_peer{kWriter.incarnation + 2, kWriter.mark};
-  const auto check = [&](const Addresses& addresses, Writer writer, bool lent_only) {
-    kit.blocks.check_writable(addresses, writer, lent_only);
+  const auto check = [&](const Addresses& addresses, Writer writer) {
+    return code_of([&] { kit.blocks.check_reserved(addresses, writer); });
   };
-  CHECK_NOTHROW(check(reserved, kWriter, false));
-  CHECK_NOTHROW(check(lent, other_transfer, true));
-  CHECK(code_of([&] { check(reserved, kWriter, true); }) == ErrorCode::kNotOwner);
-  CHECK(code_of([&] { check(reserved, other_transfer, false); }) == ErrorCode::kNotOwner);
-  CHECK(code_of([&] { check(reserved, other_peer, false); }) == ErrorCode::kNotOwner);
-  CHECK(code_of([&] { check(lent, other_peer, false); }) == ErrorCode::kNotOwner);
-  kit.blocks.quarantine(lent);
-  CHECK(code_of([&] { check(lent, kWriter, false); }) == ErrorCode::kNotOwner);
+  CHECK_FALSE(check(reserved, kWriter));
+  CHECK(check(reserved, other_transfer) == ErrorCode::kNotOwner);
+  CHECK(check(reserved, other_peer) == ErrorCode::kNotOwner);
+  CHECK(check(lent, kWriter) == ErrorCode::kNotOwner);
+  CHECK(check(lent, {kWriter.incarnation, 0}) == ErrorCode::kNotOwner);
   kit.blocks.release(lent);
-  CHECK(code_of([&] { check(lent, kWriter, false); }) == ErrorCode::kStaleAddress);
+  kit.blocks.quarantine(reserved);
+  CHECK(check(reserved, kWriter) == ErrorCode::kNotOwner);
   kit.blocks.release(reserved);
+  CHECK(check(reserved, kWriter) == ErrorCode::kStaleAddress);
   CHECK(kit.count(BlockState::kFree) == 8);
 }
 
@@ -144,7 +144,7 @@ TEST_CASE("a delivery that runs out of memory, or of room in the queue, has chan
       if (!fail([&] { static_cast<void>(kit.blocks.deliver(std::move(delivery))); })) return;
       CHECK(kit.count(BlockState::kReserved) == 3);
       CHECK(delivery.reservation.addresses == blocks);
-      CHECK_NOTHROW(kit.blocks.check_writable(blocks, kWriter, false));
+      CHECK_NOTHROW(kit.blocks.check_reserved(blocks, kWriter));
       CHECK(kit.received.pop(0) == nullptr);
       kit.deliver(std::move(delivery));
       CHECK(kit.received.pop(0)->addresses.size() == 3);
@@ -188,7 +188,10 @@ TEST_CASE("lent blocks whose insertion runs out of memory are lent to the same p
     const Addresses lent = delivery.reservation.addresses;
     if (!fail([&] { static_cast<void>(kit.blocks.deliver(std::move(delivery))); })) return;
     CHECK(kit.count(BlockState::kLent) == 3);
-    CHECK_NOTHROW(kit.blocks.check_writable(lent, kWriter, /*lent_only=*/true));
+    for (const Address address : lent) {
+      const BlockOwner owner = kit.pool->for_peers().owner_of(address);
+      CHECK((owner.state == BlockState::kLent && owner.incarnation == kWriter.incarnation));
+    }
     kit.deliver(std::move(delivery));
     CHECK(kit.count(BlockState::kHistorical) == 3);
     const auto item = kit.received.pop(0);

@@ -215,6 +215,54 @@ TEST_CASE("a block that moves to the index can no longer be written") {
   CHECK(kit.session->counts().promised == 0);
 }
 
+// A recall, or a checksum, may look at a lent block while data of another transfer would be written into it.
+TEST_CASE("data under the id of a reservation or a fetch is never placed in a lent block") {
+  SessionKit kit(/*one_sided=*/false);
+  ReserveBody reserve = SessionKit::reservation(1);
+  reserve.one_sided = false;
+  const Addresses reserved = kit.reserve(kId, reserve);
+  const Addresses lent = kit.lend(50, 1);
+  const Addresses older = {without_instance(lent[0])};
+  CHECK(kit.place(kId, {without_instance(reserved[0])}));  // its own, by either address
+  const auto refused = [&] {
+    for (const Addresses& name : {lent, older}) {
+      CHECK_FALSE(kit.place(kId, name));
+      CHECK_FALSE(kit.place(kId, {reserved[0], name[0]}));
+      CHECK_FALSE(kit.place(kFetchBit | kId, name));
+    }
+  };
+  SUBCASE("its peer holds it") { refused(); }
+  SUBCASE("it goes to the index, and its checksum is being looked at") {
+    CompleteBody body = kit.completion(1);
+    body.named = lent;
+    body.insert = true;
+    body.tokens = prompt(1, 1);
+    body.has_checksum = true;
+    body.checksum = kit.peer_blocks.checksum(lent);
+    kit.ask(kCompleteVerb, kId + 1, write_body(body));
+    refused();
+    SUBCASE("and is recalled meanwhile") {
+      kit.link->meanwhile = [&](std::int64_t deadline_ns) { kit.host.now = deadline_ns; };
+      CHECK(kit.session->recall(lent, kit.host.now + kMs).returned == 1);
+      kit.link->meanwhile = nullptr;
+      refused();
+    }
+    kit.link->sent.clear();
+    kit.host.run_works();
+    CHECK(kit.answer().kind == FrameKind::kAnswer);
+    CHECK(kit.count(BlockState::kHistorical) == 1);
+    refused();
+  }
+}
+
+TEST_CASE("data for a lent block must name it by the address by which it was lent") {
+  SessionKit kit(/*one_sided=*/false);
+  const Addresses lent = kit.lend(50, 1);
+  CHECK(instance_of(lent[0]) == kOwnInstance);
+  CHECK_FALSE(kit.place(kId, {without_instance(lent[0])}));
+  CHECK(kit.place(kId + 1, lent));
+}
+
 TEST_CASE("a wrong checksum is detected, and the blocks are as they were before the transfer") {
   SessionKit kit;
   const Addresses blocks = kit.reserve(kId, SessionKit::reservation(2));

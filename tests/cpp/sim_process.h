@@ -43,8 +43,8 @@ class SimBlocks final : public BlockHost {
   std::optional<std::vector<Address>> lend(std::size_t n, MediumChoice medium, Writer writer, Room room) override {
     return blocks_.lend(n, medium, writer, room);
   }
-  void check_writable(std::span<const Address> addresses, Writer writer, bool lent_only) override {
-    blocks_.check_writable(addresses, writer, lent_only);
+  void check_reserved(std::span<const Address> addresses, Writer writer) override {
+    blocks_.check_reserved(addresses, writer);
   }
   void release(std::span<const Address> addresses) noexcept override {
     for (const Address address : addresses) {

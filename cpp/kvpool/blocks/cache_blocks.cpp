@@ -278,21 +278,19 @@ void CacheBlocks::check_unread(const Address* addresses, std::size_t n) const {
   }
 }
 
-void CacheBlocks::check_writable(const Address* addresses, std::size_t n, std::uint64_t incarnation, std::uint32_t mark,
-                                 bool lent_only) const {
+void CacheBlocks::check_reserved(const Address* addresses, std::size_t n, std::uint64_t incarnation,
+                                 std::uint32_t mark) const {
   for (std::size_t i = 0; i < n; ++i) {
     check(addresses[i], i, std::nullopt);
     const BlockStore& blocks = store_of(addresses[i]);
     const std::uint32_t block = block_of(addresses[i]);
-    const BlockState state = blocks.state(block);
-    const bool lent = state == BlockState::kLent && blocks.tag(block) == incarnation;
-    const bool reserved = state == BlockState::kReserved && blocks.tag(block) == incarnation &&
+    const bool reserved = blocks.state(block) == BlockState::kReserved && blocks.tag(block) == incarnation &&
                           blocks.mark(block) == mark &&
                           incarnation != kUnreadTag;  // no peer of ours has this incarnation
-    if (lent || (reserved && !lent_only)) continue;
+    if (reserved) continue;
     throw Error(ErrorCode::kNotOwner,
                 "address " + std::to_string(addresses[i]) + " (position " + std::to_string(i) +
-                    "): the block is neither lent to you nor reserved for this transfer",
+                    "): the block is not reserved for this transfer",
                 {{"address", static_cast<std::int64_t>(addresses[i])}, {"position", static_cast<std::int64_t>(i)}});
   }
 }

@@ -119,9 +119,9 @@ class CacheBlocks {
   void set_state(Address address, BlockState to) noexcept { own(address).set_state(block_of(address), to); }
   void set_tag(Address address, std::uint64_t tag) noexcept { own(address).set_tag(block_of(address), tag); }
   void set_mark(Address address, std::uint32_t mark) noexcept { own(address).set_mark(block_of(address), mark); }
-  // Throws kStaleAddress, kNotOwner, kArgument unless each is lent to this owner, or reserved for its transfer `mark`.
-  void check_writable(const Address* addresses, std::size_t n, std::uint64_t incarnation, std::uint32_t mark,
-                      bool lent_only) const;
+  // Throws kStaleAddress, kNotOwner, kArgument unless each is reserved for this transfer of this owner. A block that is
+  // lent to the owner is refused too: the owner may be giving it back, or it may be on its way into the index.
+  void check_reserved(const Address* addresses, std::size_t n, std::uint64_t incarnation, std::uint32_t mark) const;
 
   // --- readers ---
 

@@ -150,8 +150,8 @@ std::optional<std::vector<Address>> PeerBlocks::lend(std::size_t n, MediumChoice
   return addresses;
 }
 
-void PeerBlocks::check_writable(std::span<const Address> addresses, Writer writer, bool lent_only) {
-  pool_.for_peers().check_writable(addresses.data(), addresses.size(), writer.incarnation, writer.mark, lent_only);
+void PeerBlocks::check_reserved(std::span<const Address> addresses, Writer writer) {
+  pool_.for_peers().check_reserved(addresses.data(), addresses.size(), writer.incarnation, writer.mark);
 }
 
 void PeerBlocks::release(std::span<const Address> addresses) noexcept {

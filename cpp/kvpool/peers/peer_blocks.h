@@ -29,7 +29,7 @@ class PeerBlocks final : public BlockHost {
   bool on_gpu(Medium medium) const noexcept override { return on_gpu_[medium]; }
   std::optional<Reservation> reserve(const ReserveSpec& spec, Writer writer, Room room) override;
   std::optional<std::vector<Address>> lend(std::size_t n, MediumChoice medium, Writer writer, Room room) override;
-  void check_writable(std::span<const Address> addresses, Writer writer, bool lent_only) override;
+  void check_reserved(std::span<const Address> addresses, Writer writer) override;
   void release(std::span<const Address> addresses) noexcept override;
   void quarantine(std::span<const Address> addresses) noexcept override;
   Delivered deliver(Delivery&& delivery) override;

@@ -27,11 +27,11 @@ void PeerClaims::quarantine(const Address* addresses, std::size_t n) noexcept {
   for (std::size_t i = 0; i < n; ++i) blocks_.set_state(addresses[i], BlockState::kQuarantined);
 }
 
-void PeerClaims::check_writable(const Address* addresses, std::size_t n, std::uint64_t incarnation, std::uint32_t mark,
-                                bool lent_only) {
+void PeerClaims::check_reserved(const Address* addresses, std::size_t n, std::uint64_t incarnation,
+                                std::uint32_t mark) {
   guard_.check();
   const SpaceLock lock = blocks_.lock();
-  blocks_.check_writable(addresses, n, incarnation, mark, lent_only);
+  blocks_.check_reserved(addresses, n, incarnation, mark);
 }
 
 BlockOwner PeerClaims::owner_of(Address address) noexcept {

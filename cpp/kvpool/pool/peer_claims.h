@@ -32,9 +32,8 @@ class PeerClaims {
   // that was to fill them. REQUIRES: each is in one of these states.
   void release(const Address* addresses, std::size_t n) noexcept;
   void quarantine(const Address* addresses, std::size_t n) noexcept;
-  // Throws kStaleAddress, kNotOwner, kArgument unless each is lent to this owner, or reserved for its transfer `mark`.
-  void check_writable(const Address* addresses, std::size_t n, std::uint64_t incarnation, std::uint32_t mark,
-                      bool lent_only);
+  // Throws kStaleAddress, kNotOwner, kArgument unless each is reserved for the transfer `mark` of this owner.
+  void check_reserved(const Address* addresses, std::size_t n, std::uint64_t incarnation, std::uint32_t mark);
   // The owner of a reserved or lent block.
   BlockOwner owner_of(Address address) noexcept;
   // Reserved or lent blocks become active.

@@ -101,9 +101,10 @@ class BlockHost {
   virtual std::optional<Reservation> reserve(const ReserveSpec& spec, Writer writer, Room room) = 0;
   virtual std::optional<std::vector<Address>> lend(std::size_t n, MediumChoice medium, Writer writer, Room room) = 0;
 
-  // Throws kStaleAddress, kNotOwner, kArgument unless every address names a block that is lent to this incarnation or,
-  // without `lent_only`, reserved for this transfer.
-  virtual void check_writable(std::span<const Address> addresses, Writer writer, bool lent_only) = 0;
+  // Throws kStaleAddress, kNotOwner, kArgument unless every address names a block that is reserved for this transfer of
+  // this incarnation, by whichever of its two addresses (older than the pool's instance id, or not). What a peer may
+  // write of the blocks that are lent to it, the receiver knows, and nobody else: see Receiver::Lent.
+  virtual void check_reserved(std::span<const Address> addresses, Writer writer) = 0;
 
   // Gives back reserved, lent or quarantined blocks. REQUIRES: nothing writes them any longer.
   virtual void release(std::span<const Address> addresses) noexcept = 0;

@@ -15,18 +15,22 @@ constexpr std::size_t kLateMax = 4096;
 }  // namespace
 
 // What it wants to write may not be its own (any more). Then the bytes are dropped, and its completion is refused.
+//
+// Data under a reserved number, or under that of a fetch, is for the blocks that are reserved under it, and no others.
+// A lent block is written under other numbers only, by the address by which it was lent, and only while its borrower
+// holds it: not while it is given back, checked or inserted.
+//
 // REQUIRES: mutex_ is held; the pool's lock comes below this one. Throws std::bad_alloc.
 bool Receiver::may_place(std::uint64_t id, const std::vector<Address>& blocks, IncomingMap::iterator entry) {
-  const auto is_lent = [&](Address address) {
-    const auto lent = lent_.find(address);
-    return lent != lent_.end() && lent->second == Lent::kHeld;
-  };
   const bool reserved = entry != incoming_.end();
-  if (!reserved && (id & kFetchBit) == 0) return std::all_of(blocks.begin(), blocks.end(), is_lent);
-  if (!lent_.empty() && std::any_of(blocks.begin(), blocks.end(), is_lent)) return false;
+  if (!reserved && (id & kFetchBit) == 0) {
+    return std::ranges::all_of(blocks, [&](Address address) {
+      const auto lent = lent_.find(address);
+      return lent != lent_.end() && lent->second == Lent::kHeld;
+    });
+  }
   try {
-    host_.blocks().check_writable(blocks, {incarnation_, reserved ? entry->second.mark : mark_of(id)},
-                                  /*lent_only=*/false);
+    host_.blocks().check_reserved(blocks, {incarnation_, reserved ? entry->second.mark : mark_of(id)});
     return true;
   } catch (const Error&) {
     return false;
