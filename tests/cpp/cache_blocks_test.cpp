@@ -196,5 +196,18 @@ TEST_CASE("a transfer may write blocks that are reserved for it, and not those l
   space.check_reserved(&later, 1, 5, 8);
 }
 
+TEST_CASE("as_made() gives the address that is given out now, for either address of a block") {
+  Blocks kept(4, 4);
+  CacheBlocks& space = *kept;
+  const Address made = take(space, 1, Medium::kHbm, BlockState::kReserved)[0];
+  const Address later = made | Address{7} << kInstanceShift;
+  space.accept_instance(7);
+  CHECK(space.as_made(made) == made);
+  CHECK(space.as_made(later) == made);
+  space.set_instance(7);
+  CHECK(space.as_made(made) == later);
+  CHECK(space.as_made(later) == later);
+}
+
 }  // namespace
 }  // namespace kvpool

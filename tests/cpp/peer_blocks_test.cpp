@@ -81,6 +81,31 @@ TEST_CASE("incarnation and transfer decide who may write a reserved block") {
   CHECK(kit.count(BlockState::kFree) == 8);
 }
 
+// The id used to be looked at before the lock: set_instance() in between left an address without it in the index, which
+// the application then gave to peers.
+TEST_CASE("a block that arrives is cached under the address that the pool gives out at that moment") {
+  const auto pool = std::make_shared<Pool>(small_options(8, 4));
+  ReceivedQueue received(2);
+  PeerBlocks blocks(*pool, received);
+  pool->accept_instance(7);
+  Addresses arrived = *blocks.lend(1, Medium::kHbm, {kWriter.incarnation, 0}, Room::kFree);
+  CHECK(instance_of(arrived[0]) == 7);  // as peers see it
+  std::uint32_t instance = 0;
+  SUBCASE("the application does not see the id yet, and the pool may take it back") {}
+  SUBCASE("the application sees the id since a moment ago") {
+    arrived[0] = without_instance(arrived[0]);
+    pool->set_instance(7);
+    instance = 7;
+  }
+  const Tokens tokens = prompt(1, 1);
+  Addresses cached(1);
+  const InsertItem item{tokens.data(), tokens.size(), arrived.data(), 1, cached.data()};
+  const IndexPin pin = pool->for_peers().insert_arrived("", item, arrived);
+  CHECK(instance_of(cached[0]) == instance);
+  CHECK(instance_of(match(pool, tokens).addresses.at(0)) == instance);
+  pool->unpin(&pin, 1);
+}
+
 TEST_CASE("blocks are evicted for a peer only if that is allowed, and only by a thread that may") {
   Kit kit(2, 0);
   const Addresses cached = alloc(*kit.pool, 2);

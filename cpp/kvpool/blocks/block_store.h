@@ -58,6 +58,7 @@ class BlockStore {
   void accept_instance(std::uint32_t instance) noexcept;
   void set_instance(std::uint32_t instance) noexcept;
   std::uint32_t instance() const noexcept { return own_prefix_ >> kMediumBits; }
+  std::uint32_t made_instance() const noexcept { return made_prefix_ >> kMediumBits; }  // of the addresses it makes
 
   // Takes n free blocks to state `to` and writes their addresses. Prefers one contiguous run of at least n, the
   // smallest that fits; without one, takes the longest runs first. Returns false and changes nothing when fewer than

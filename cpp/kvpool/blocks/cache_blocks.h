@@ -82,6 +82,11 @@ class CacheBlocks {
   bool gives(MediumChoice choice, Medium medium) const noexcept {
     return choice.includes(medium) && !(engine_allocates_ && medium == Medium::kHbm);
   }
+  // The address by which take() would give out this block now: with the id since set_instance(), without it before.
+  // REQUIRES: it is local.
+  Address as_made(Address address) const noexcept {
+    return without_instance(address) | static_cast<Address>(store_of(address).made_instance()) << kInstanceShift;
+  }
   // The number of blocks, free or not; for MIXED, of those that take() can use.
   std::size_t capacity(MediumChoice choice) const noexcept;
 

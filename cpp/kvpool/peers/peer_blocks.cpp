@@ -169,11 +169,9 @@ IndexPin PeerBlocks::insert(const Delivery& delivery, std::vector<Address>& cach
   const std::vector<Address>& arrived = delivery.reservation.addresses;
   std::vector<Address> addresses = delivery.reservation.held;
   addresses.insert(addresses.end(), arrived.begin(), arrived.end());
-  if (!pool_.keeps_instance()) {  // a match must not find an id that the pool may take back
-    for (Address& address : std::span(addresses).last(arrived.size())) address = without_instance(address);
-  }
   const InsertItem item{spec.tokens.data(), spec.tokens.size(), addresses.data(), addresses.size(), cached.data()};
-  const IndexPin pin = pool_.for_peers().insert_arrived(spec.name_space, item, arrived);
+  const IndexPin pin =
+      pool_.for_peers().insert_arrived(spec.name_space, item, std::span(addresses).last(arrived.size()));
   add_instance(cached);
   return pin;
 }

@@ -47,10 +47,11 @@ void PeerClaims::take_over(const Address* addresses, std::size_t n) noexcept {
 
 // Only active blocks can be inserted. If they became active without the lock, a holder of the address of a lent block
 // could free it before the index has it.
-IndexPin PeerClaims::insert_arrived(std::string_view name_space, const InsertItem& item,
-                                    std::span<const Address> arrived) {
+IndexPin PeerClaims::insert_arrived(std::string_view name_space, const InsertItem& item, std::span<Address> arrived) {
   guard_.check();
   const SpaceLock lock = blocks_.lock();
+  // Under the lock: set_instance() puts the id into what the index has, and what comes after must have it already.
+  for (Address& address : arrived) address = blocks_.as_made(address);
   const BlockOwner before = arrived.empty() ? BlockOwner() : blocks_.owner_of(arrived[0]);
   blocks_.give(arrived, {BlockState::kActive, 0, 0});
   IndexPin pin;

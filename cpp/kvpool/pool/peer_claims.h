@@ -39,8 +39,9 @@ class PeerClaims {
   // Reserved or lent blocks become active.
   void take_over(const Address* addresses, std::size_t n) noexcept;
   // As Pool::insert(), for a prompt whose last blocks, `arrived`, are reserved for or lent to one owner. They are at no
-  // time visible as active. Duplicates become free.
-  IndexPin insert_arrived(std::string_view name_space, const InsertItem& item, std::span<const Address> arrived);
+  // time visible as active. Duplicates become free. `arrived` becomes the addresses that the pool gives out now, with
+  // its instance id or without: the index has no others. REQUIRES: `arrived` is the end of item.values.
+  IndexPin insert_arrived(std::string_view name_space, const InsertItem& item, std::span<Address> arrived);
   // The caller's active blocks become reserved for an owner. Throws as Pool::free() does.
   void reserve_active(const Address* addresses, std::size_t n, std::uint64_t incarnation, std::uint32_t mark);
   // As Pool::match(), but does not count in the statistics, and finds only blocks of this pool.

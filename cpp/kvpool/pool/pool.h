@@ -164,8 +164,6 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool> {
   // Takes back what accept_instance() did. Does nothing after set_instance(). REQUIRES: no peer has blocks.
   void forget_instance() noexcept;
   std::uint32_t instance() const noexcept { return instance_.load(std::memory_order_relaxed); }
-  // Whether set_instance() was called.
-  bool keeps_instance() const noexcept { return keeps_instance_.load(std::memory_order_relaxed); }
   // For the service.
   PeerClaims& for_peers() noexcept { return *claims_; }
 
@@ -197,7 +195,7 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool> {
   std::unique_ptr<PoolAllocator> allocator_;
   std::unique_ptr<PeerClaims> claims_;
   std::atomic<std::uint32_t> instance_{0};
-  std::atomic<bool> keeps_instance_{false};
+  bool keeps_instance_ = false;  // under the space's lock: set_instance() was called
 };
 
 }  // namespace kvpool
