@@ -28,6 +28,18 @@ TEST_CASE("a peer that begins endless transfers to lent blocks is disconnected")
   CHECK_FALSE(begin(id).has_value());
 }
 
+// Each leave used to add a piece of work for a thread, and a peer that sent thousands filled the memory.
+TEST_CASE("of a peer's leaves only the first gives a thread work") {
+  SessionKit kit;
+  kit.say(FrameKind::kLeave, 0);
+  REQUIRE(kit.host.works.size() == 1);
+  for (int again = 0; again < 3; ++again) kit.say(FrameKind::kLeave, 0);
+  CHECK(kit.host.works.size() == 1);
+  kit.host.run_works();
+  CHECK(kit.host.drained_calls == 1);
+  CHECK(kit.session->peer_drained());
+}
+
 TEST_CASE("a peer's work in progress is limited, and the refusal says when to try again") {
   SessionKit kit;
   kit.host.limits_of.reserved_max = 4;

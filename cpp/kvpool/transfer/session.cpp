@@ -114,9 +114,10 @@ std::shared_ptr<Transfer> Session::fetch(const FetchRequest& request, bool frees
   return fetch;
 }
 
-// The peer takes its leave. It writes nothing any more, and waits to hear the same from here.
+// The peer takes its leave. It writes nothing any more, and waits to hear the same from here. Only the first time
+// counts: each costs a piece of work that waits for a thread.
 void Session::on_leave() {
-  peer_parting_.advance(PartingState::kDrained);
+  if (!peer_parting_.advance(PartingState::kDrained)) return;
   host_.run(this, [self = shared_from_this()] {
     self->stop_writing(Error(ErrorCode::kPeerLost, "peer " + self->peer_.name + " has left"));
     if (self->writes_under_way() == 0) self->host_.drained(*self);
