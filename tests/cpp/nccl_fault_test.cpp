@@ -46,11 +46,12 @@ class InboxTest {
   ~InboxTest() { run(); }
 
   void run() {
-    while (!works_.empty()) {
-      const auto work = std::move(works_.front());
-      works_.pop_front();
-      work();
-    }
+    while (!works_.empty()) run_one();
+  }
+  void run_one() {
+    const auto work = std::move(works_.front());
+    works_.pop_front();
+    work();
   }
   static NcclPassBody pass(std::uint64_t number, std::uint64_t bytes = kPieceBytes) {
     NcclPassBody body;
@@ -194,6 +195,39 @@ TEST_CASE("nccl inbox: of several communicators that are opened in turn, the las
   const Message unmade = test.link().take();
   CHECK(unmade.id == 1000);
   CHECK(read_passed(unmade.body).number == 0);
+}
+
+// Work that was deferred in between used to hide the one before, so that all of them were kept.
+TEST_CASE("nccl inbox: a peer that opens communicators without end is disconnected") {
+  InboxTest test;
+  test.say(FrameKind::kPass, write_body(InboxTest::pass(1)));
+  NcclChannelBody channel;
+  channel.pass_bytes = kNcclPassBytesMin;
+  const auto open = [&] {
+    ++channel.generation;
+    return code_of([&] { test.say(FrameKind::kChannel, write_body(channel)); });
+  };
+  for (std::size_t i = 0; i < kNcclChannelsMax; ++i) {
+    REQUIRE_FALSE(open());
+    std::function<void()> work = [] {};
+    REQUIRE(test.inbox().defer(work));
+  }
+  CHECK(open() == ErrorCode::kProtocol);
+  test.say(FrameKind::kHalt, write_halt(channel.generation));  // none of them is to wait for its sender
+  test.run();
+  CHECK_FALSE(open());  // there is room again
+  test.say(FrameKind::kHalt, write_halt(channel.generation));
+}
+
+TEST_CASE("nccl inbox: between two pieces of work, other peers have their turn") {
+  InboxTest test;
+  for (std::uint64_t number = 1; number <= 3; ++number) {
+    test.say(FrameKind::kPass, write_body(InboxTest::pass(number)));
+  }
+  for (std::size_t answered = 1; answered <= 3; ++answered) {
+    test.run_one();
+    REQUIRE(test.link().sent.size() == answered);
+  }
 }
 
 TEST_CASE("nccl inbox: a communicator that can never be made is reported as such") {

@@ -39,6 +39,20 @@ TEST_CASE("nccl: content that never arrives ends at the deadline") {
   pair.exchange(pair.a, pair.b, blocks, 10);
 }
 
+TEST_CASE("nccl: a receiver waits for a pass no longer than its limit, whatever the sender says") {
+  NcclPair pair({48, 80, 64, 64}, false, {"nccl"}, /*pass_ns=*/kNcclSecond / 5);
+  const Addresses blocks = pair.filled(pair.a, 2, 10);
+  pair.exchange(pair.a, pair.b, blocks, 10);
+  pair.nccl.set("stall", 1);
+  const auto late = pair.a.service->transfer(NcclPair::request(pair.b, blocks, 600));
+  const auto error = NcclPair::end_of(*late);
+  REQUIRE(error);
+  CHECK(error->code() == ErrorCode::kRouteFailed);
+  CHECK(NcclPair::eventually([&] { return pair.b.count(BlockState::kReserved) == 0; }));
+  pair.nccl.set("stall", 0);
+  pair.exchange(pair.a, pair.b, blocks, 10);
+}
+
 TEST_CASE("nccl: a transfer that is cancelled in the middle holds up nothing") {
   NcclPair pair;
   const Addresses blocks = pair.filled(pair.a, 2, 10);

@@ -13,7 +13,6 @@ namespace kvpool {
 namespace {
 
 constexpr std::int64_t kNsPerMs = 1'000'000;
-constexpr std::uint64_t kLifetimeMsMax = 600'000;
 
 std::string text_of(const std::exception& error) noexcept {
   try {
@@ -34,6 +33,7 @@ NcclOutcome outcome_of(const std::exception& failure) noexcept {
 NcclInbox::NcclInbox(const NcclMemory& memory, std::weak_ptr<Link> link, RouteRun run)
     : local_(memory.local),
       init_ns_(memory.limits.init_ns),
+      pass_ns_(memory.limits.pass_ns),
       link_(std::move(link)),
       run_(std::move(run)),
       pipe_(memory, NcclWay::kReceive) {}
@@ -80,8 +80,8 @@ void NcclInbox::announce(Message&& message) {
     }
   }
   ++announced_;
-  const auto lifetime_ms = static_cast<std::int64_t>(std::min(pass.body.lifetime_ms, kLifetimeMsMax));
-  pass.deadline_ns = monotonic_ns() + lifetime_ms * kNsPerMs;
+  const auto lifetime_ms = std::min(pass.body.lifetime_ms, static_cast<std::uint64_t>(pass_ns_ / kNsPerMs));
+  pass.deadline_ns = monotonic_ns() + static_cast<std::int64_t>(lifetime_ms) * kNsPerMs;
   const Placement placement = admit_(message.id, pass.body.data, pass.body.bytes);
   pass.admitted = !placement.pieces.empty();
   pass.token = placement.token;
@@ -93,14 +93,26 @@ void NcclInbox::announce(Message&& message) {
   }
 }
 
+// A sender that opens another communicator has left the one before, which is not joined any more if it is the last that
+// waits. Throws kProtocol when too many wait. REQUIRES: mutex_ is held.
+void NcclInbox::make_room(const Work& work) {
+  if (!std::holds_alternative<NcclChannelBody>(work)) return;
+  if (!queue_.empty() && std::holds_alternative<NcclChannelBody>(queue_.back())) {
+    queue_.pop_back();
+    --channels_;
+  }
+  if (channels_ < kNcclChannelsMax) return;
+  throw Error(ErrorCode::kProtocol, std::to_string(channels_) + " communicators of NCCL wait to be joined",
+              {{"limit", static_cast<std::int64_t>(kNcclChannelsMax)}});
+}
+
 void NcclInbox::push(Work&& work) {
-  const bool is_pass = std::holds_alternative<Pass>(work);
+  std::size_t& count = std::holds_alternative<Pass>(work) ? passes_ : channels_;
   {
     const std::lock_guard lock(mutex_);
-    // A sender that opens another communicator has left the one before. So no more of these wait than passes.
-    if (!is_pass && !queue_.empty() && std::holds_alternative<NcclChannelBody>(queue_.back())) queue_.pop_back();
+    make_room(work);
     queue_.push_back(std::move(work));
-    passes_ += is_pass ? 1 : 0;
+    ++count;
     if (std::exchange(working_, true)) return;
   }
   try {
@@ -108,7 +120,7 @@ void NcclInbox::push(Work&& work) {
   } catch (...) {
     const std::lock_guard lock(mutex_);
     queue_.pop_back();  // nobody worked here, so it is the last and only one
-    passes_ -= is_pass ? 1 : 0;
+    --count;
     working_ = false;
     throw;
   }
@@ -116,23 +128,44 @@ void NcclInbox::push(Work&& work) {
 
 void NcclInbox::work_off() noexcept {
   std::unique_lock lock(mutex_);
-  while (!queue_.empty() || on_closed_) {
-    if (queue_.empty()) {
-      const std::function<void()> on_closed = std::exchange(on_closed_, nullptr);
-      lock.unlock();
-      pipe_.let_go();  // this may live on, and others need the GPU
-      on_closed();
-      lock.lock();
-      continue;
-    }
-    Work work = std::move(queue_.front());
-    queue_.pop_front();
+  const auto is_more = [this] { return !queue_.empty() || on_closed_; };
+  while (is_more()) {
+    carry_out_next(lock);
+    if (!is_more()) break;
     lock.unlock();
-    carry_out(work);
-    work = std::function<void()>();  // what it keeps goes without the lock
+    if (goes_on_later()) return;  // no other thread begins meanwhile: working_ says that one works
     lock.lock();
   }
   working_ = false;
+}
+
+// Behind what waits for other peers. False: there is no memory for it, or the executor has ended.
+bool NcclInbox::goes_on_later() noexcept {
+  try {
+    run_(this, [self = shared_from_this()] { self->work_off(); });
+    return true;
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
+// The end of the link comes behind all else. REQUIRES: there is work; `lock` is held, also afterwards.
+void NcclInbox::carry_out_next(std::unique_lock<std::mutex>& lock) noexcept {
+  if (queue_.empty()) {
+    const std::function<void()> on_closed = std::exchange(on_closed_, nullptr);
+    lock.unlock();
+    pipe_.let_go();  // this may live on, and others need the GPU
+    on_closed();
+    lock.lock();
+    return;
+  }
+  Work work = std::move(queue_.front());
+  queue_.pop_front();
+  if (std::holds_alternative<NcclChannelBody>(work)) --channels_;
+  lock.unlock();
+  carry_out(work);
+  work = std::function<void()>();  // what it keeps goes without the lock
+  lock.lock();
 }
 
 void NcclInbox::carry_out(Work& work) noexcept {

@@ -5,7 +5,10 @@
 //       blocks are not freed before the content has arrived or the pipe is shut: Receiver keeps reservations, and
 //       defer() delays all other frees.
 //   U2  The inbox answers each announced pass once, unless the link ends first.
-//   U3  At most one thread works here at a time, and only while there is work.
+//   U3  At most one thread works here at a time, and only while there is work. After each piece of work the inboxes of
+//       other peers have their turn. A piece takes at most `init_ns` (a communicator) or `pass_ns` (a pass).
+//   U5  What waits here is bounded: kNcclPassesMax passes, kNcclChannelsMax communicators, and of deferred work what
+//       its giver allows.
 #pragma once
 
 #include <atomic>
@@ -46,7 +49,10 @@ class NcclInbox final : public RouteReceiver, public std::enable_shared_from_thi
 
   void announce(Message&& message);
   void push(Work&& work);
+  void make_room(const Work& work);
   void work_off() noexcept;
+  void carry_out_next(std::unique_lock<std::mutex>& lock) noexcept;
+  bool goes_on_later() noexcept;
   void carry_out(Work& work) noexcept;
   void open(const NcclChannelBody& channel);
   NcclPassedBody receive(Pass& pass) noexcept;
@@ -56,6 +62,7 @@ class NcclInbox final : public RouteReceiver, public std::enable_shared_from_thi
 
   const MediaSpans local_;
   const std::int64_t init_ns_;
+  const std::int64_t pass_ns_;
   const std::weak_ptr<Link> link_;
   const RouteRun run_;
   Admit admit_;
@@ -70,6 +77,7 @@ class NcclInbox final : public RouteReceiver, public std::enable_shared_from_thi
   std::deque<Work> queue_;
   std::function<void()> on_closed_;  // set by close(), called when all work is done
   std::size_t passes_ = 0;           // in the queue, or being received
+  std::size_t channels_ = 0;         // in the queue
   bool working_ = false;
 
   NcclPipe pipe_;                 // only the thread that works here uses this and the next
