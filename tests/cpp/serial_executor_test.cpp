@@ -90,6 +90,39 @@ TEST_CASE("a key that waits for a thread overtakes others when more urgent work 
   CHECK(order == "abcd");
 }
 
+// Each move up used to leave a task behind that found nothing to do, and waited as long as its urgency let it.
+TEST_CASE("a key that moves up again and again has at most one task of each urgency") {
+  Executor executor;
+  SerialExecutor serial_executor(executor, {1, 1});
+  const int keys[2] = {};
+  std::vector<std::promise<void>> begun(21);
+  std::vector<std::promise<void>> go(21);
+  int background = 0;
+  int urgent = 0;
+  const auto stand_still = [&](std::size_t round) {
+    serial_executor.run(&keys[0], Priority::kPrefill, [&, round] {
+      begun[round].set_value();
+      go[round].get_future().wait();
+    });
+  };
+  stand_still(0);
+  for (std::size_t round = 0; round < 20; ++round) {
+    begun[round].get_future().wait();  // the only thread
+    serial_executor.run(&keys[1], Priority::kBackground, [&] { ++background; });
+    serial_executor.run(&keys[1], Priority::kDecode, [&] { ++urgent; });
+    CHECK(urgent == static_cast<int>(round));  // the decode work of the rounds before
+    CHECK(background == 0);
+    CHECK(serial_executor.waiting() <= 3);
+    stand_still(round + 1);
+    go[round].set_value();
+  }
+  begun[20].get_future().wait();
+  go[20].set_value();
+  serial_executor.stop();
+  CHECK(urgent == 20);
+  CHECK(background == 20);
+}
+
 TEST_CASE("keys of any urgency: each piece runs once, in order, and one at a time for its key") {
   Executor executor;
   SerialExecutor serial_executor(executor, {1, 2});

@@ -6,11 +6,15 @@
 
 namespace kvpool {
 
-// Adds the work. Returns whether the key has to wait for a thread, with this urgency.
-bool SerialExecutor::is_to_wait(const void* key, Priority priority, Task& work, bool& is_new) {
+bool SerialExecutor::Key::awaits_any(Priority least) const noexcept {
+  const auto end = awaits.begin() + static_cast<std::ptrdiff_t>(least) + 1;
+  return std::find(awaits.begin(), end, true) != end;
+}
+
+// Adds the work. Unless it is said that no task is needed, the caller gives one of this urgency to the executor.
+SerialExecutor::Needs SerialExecutor::add(const void* key, Priority priority, Task& work) {
   const std::lock_guard lock(mutex_);
   const auto [entry, added] = keys_.try_emplace(key);
-  is_new = added;
   Key& one = entry->second;
   try {
     one.queues[static_cast<std::size_t>(priority)].push_back(std::move(work));
@@ -18,24 +22,28 @@ bool SerialExecutor::is_to_wait(const void* key, Priority priority, Task& work, 
     if (added) keys_.erase(entry);
     throw;
   }
-  if (!added && (one.running || priority >= one.urgency)) return false;
-  one.urgency = priority;
-  return true;
+  if (one.running || one.awaits_any(priority)) return Needs::kNoTask;
+  const bool first = !one.awaits_any(Priority::kBackground);
+  one.awaits[static_cast<std::size_t>(priority)] = true;
+  return first ? Needs::kFirstTask : Needs::kUrgentTask;
 }
 
 void SerialExecutor::run(const void* key, Priority priority, Task work) {
-  bool is_new = false;
-  if (!is_to_wait(key, priority, work, is_new)) return;
-  if (!is_new) {
+  const Needs needs = add(key, priority, work);
+  if (needs == Needs::kNoTask) return;
+  if (needs == Needs::kUrgentTask) {
     // It waits for a thread already, and now with more urgent work. Not run here in any case: stop() counts on the task
     // that waits. Where this one cannot be queued, that one does the work.
-    static_cast<void>(tasks_.run_later(priority, [this, key] { run_next(key); }));
-    return;
+    if (tasks_.run_later(priority, [this, key, priority] { run_next(key, priority); })) return;
+    const std::lock_guard lock(mutex_);
+    const auto entry = keys_.find(key);  // it is there as long as it awaits a task, and so far it does
+    entry->second.awaits[static_cast<std::size_t>(priority)] = false;
+    return erase_if_idle(entry);
   }
   try {
-    tasks_.run(priority, [this, key] { run_next(key); });
+    tasks_.run(priority, [this, key, priority] { run_next(key, priority); });
   } catch (const std::bad_alloc&) {
-    run_next(key);  // others may have given theirs meanwhile
+    run_next(key, priority);  // others may have given theirs meanwhile
   } catch (const Error&) {
     const std::lock_guard lock(mutex_);
     keys_.erase(key);
@@ -43,28 +51,44 @@ void SerialExecutor::run(const void* key, Priority priority, Task work) {
   }
 }
 
+// REQUIRES: mutex_ is held.
+void SerialExecutor::erase_if_idle(Keys::iterator entry) noexcept {
+  const Key& one = entry->second;
+  if (one.running || one.awaits_any(Priority::kBackground)) return;
+  if (std::ranges::all_of(one.queues, [](const auto& queue) { return queue.empty(); })) keys_.erase(entry);
+}
+
+// Behind the other keys that wait for a thread. False: that cannot be queued. REQUIRES: mutex_ is held.
+bool SerialExecutor::goes_on_later(const void* key, Key& one, Priority next) noexcept {
+  if (!one.awaits_any(next)) {
+    if (!tasks_.run_later(next, [this, key, next] { run_next(key, next); })) return false;
+    one.awaits[static_cast<std::size_t>(next)] = true;
+  }
+  one.running = false;
+  return true;
+}
+
 // One thread runs all that waits for a key, and leaves when nothing does. When other keys wait for a thread, the key
 // goes behind them after each piece.
-void SerialExecutor::run_next(const void* key) noexcept {
+void SerialExecutor::run_next(const void* key, Priority of_task) noexcept {
   for (bool first = true;; first = false) {
     Task work;
     {
       const std::lock_guard lock(mutex_);
       const auto entry = keys_.find(key);
-      if (first && (entry == keys_.end() || entry->second.running)) return;  // it has waited twice
       Key& one = entry->second;
-      one.running = true;
+      if (first) {
+        one.awaits[static_cast<std::size_t>(of_task)] = false;
+        if (one.running) return;  // another of its tasks was first
+        one.running = true;
+      }
       const auto queue = std::ranges::find_if(one.queues, [](const auto& any) { return !any.empty(); });
       if (queue == one.queues.end()) {
-        keys_.erase(entry);
-        return;
+        one.running = false;
+        return erase_if_idle(entry);
       }
       const auto next = static_cast<Priority>(queue - one.queues.begin());
-      if (!first && tasks_.waiting() > 0 && tasks_.run_later(next, [this, key] { run_next(key); })) {
-        one.running = false;
-        one.urgency = next;
-        return;
-      }
+      if (!first && tasks_.waiting() > 0 && goes_on_later(key, one, next)) return;
       work = std::move(queue->front());
       queue->pop_front();
     }

@@ -1,6 +1,10 @@
 // Runs work that may wait for a peer, or for which a peer waits. Work for one peer runs one piece after another, so a
 // slow peer delays only itself. It has no threads: it is a class of tasks of an executor.
 //
+// A key that has work and does not run has a task that waits for a thread, at least as urgent as its most urgent work
+// was when that came. More urgent work adds a second or a third task; the one that gets a thread first does the work,
+// and what is left of the others counts for the work that comes next. So of each urgency a key has at most one task.
+//
 // Thread-safety: all of it.
 #pragma once
 
@@ -28,22 +32,28 @@ class SerialExecutor {
   void run(const void* key, Priority priority, Task work);
   // Runs the remaining work, and returns when it has ended. Work given later runs in its caller's thread.
   void stop() noexcept { tasks_.stop(); }
+  // How many tasks wait for a thread: at most three for each key.
+  std::size_t waiting() const noexcept { return tasks_.waiting(); }
 
  private:
   static constexpr std::size_t kPriorities = 3;
-  // A key that has work waits for a thread as urgently as its most urgent work did when that came. More urgent work
-  // makes it wait a second time; the thread that comes first takes it, and the other finds nothing to do.
   struct Key {
     std::array<std::deque<Task>, kPriorities> queues;
+    std::array<bool, kPriorities> awaits{};  // a thread: a task of this urgency is given to the executor
     bool running = false;
-    Priority urgency;  // while it is not running
+
+    bool awaits_any(Priority least) const noexcept;  // with this urgency, or more
   };
-  bool is_to_wait(const void* key, Priority priority, Task& work, bool& is_new);
-  void run_next(const void* key) noexcept;
+  using Keys = std::unordered_map<const void*, Key>;
+  enum class Needs : std::uint8_t { kNoTask, kFirstTask, kUrgentTask };
+  Needs add(const void* key, Priority priority, Task& work);
+  void run_next(const void* key, Priority of_task) noexcept;
+  void erase_if_idle(Keys::iterator entry) noexcept;
+  bool goes_on_later(const void* key, Key& one, Priority next) noexcept;
 
   std::mutex mutex_;
-  std::unordered_map<const void*, Key> keys_;  // that have work, or whose work runs
-  TaskClass tasks_;                            // the last: the others are there until its tasks have ended
+  Keys keys_;        // that have work or a task
+  TaskClass tasks_;  // the last: the others are there until its tasks have ended
 };
 
 }  // namespace kvpool
