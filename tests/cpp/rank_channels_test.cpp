@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <cstring>
+#include <future>
 #include <string>
 #include <thread>
 #include <utility>
@@ -103,6 +104,20 @@ TEST_CASE("parts whose channels never come hold no threads and delay no other or
   a.channels.depart(5, Error(ErrorCode::kPeerLost, "over"), {});
   REQUIRE(soon([&] { return silent->reports == kSilent; }));
   CHECK(silent->code == code(ErrorCode::kPeerLost));
+}
+
+// The watch used to be a task of the class that writes, and waited for a thread behind writes that stood still.
+TEST_CASE("an order without a channel ends at its deadline even if every thread that writes is blocked") {
+  RankHere a(0, {"shm"});
+  std::promise<void> go;
+  const std::shared_future<void> gate(go.get_future());
+  const std::vector<int> keys(static_cast<std::size_t>(SerialExecutor::kLimits.most) + 1);
+  for (const int& key : keys) a.serial_executor.run(&key, Priority::kDecode, [gate] { gate.wait(); });
+  const auto late = std::make_shared<Outcome>();
+  give(a, 5, {{part(8, 0, kPiece)}, {a.at(0)}, {a.at(0)}}, late, 0.05);
+  CHECK(soon([&] { return late->reports == 1; }));
+  CHECK(late->code == code(ErrorCode::kDeadline));
+  go.set_value();
 }
 
 TEST_CASE("parts that do not exist are not written, and a channel reaches only the rank that it was made for") {

@@ -58,8 +58,8 @@ struct RankHere {
               receiving.run(key, Priority::kDecode, std::move(work));
             }),
         reactor(std::make_unique<Reactor>("rank")),
-        writer_quarantine(*reactor, serial_executor),
-        channels(routes, serial_executor, writer_quarantine) {
+        writer_quarantine(*reactor, watches),
+        channels(routes, serial_executor, watches, writer_quarantine) {
     pool->set_instance(number + 1);
     endpoint = std::make_unique<Endpoint>(
         *reactor, EndpointOptions{.secret = "s3cret"}, [this] { return introduce(); },
@@ -74,6 +74,7 @@ struct RankHere {
     endpoint->close();
     channels.depart_all(Error(ErrorCode::kClosed, "the test is over"), {});
     serial_executor.stop();
+    watches.stop();
     receiving.stop();
     reactor->stop();
     writer_quarantine.clear([](const auto& /*party*/, const auto& /*link*/) {});
@@ -106,6 +107,7 @@ struct RankHere {
   Executor executor;
   RouteMaker routes;
   SerialExecutor serial_executor{executor};
+  SerialExecutor watches{executor, WriterQuarantine::kWatchLimits};
   SerialExecutor receiving{executor};
   std::unique_ptr<Reactor> reactor;
   WriterQuarantine writer_quarantine;

@@ -21,6 +21,7 @@ namespace kvpool {
 class Endpoint;
 class Pool;
 class RouteMaker;
+class SerialExecutor;
 class WriterQuarantine;
 
 struct RankInfo {
@@ -78,6 +79,7 @@ struct RanksHost {
   const std::uint64_t incarnation;  // of the instance
   RouteMaker& routes;
   WriterQuarantine& writer_quarantine;
+  SerialExecutor& watches;  // of WriterQuarantine::kWatchLimits
   Endpoint& endpoint;
   // Called once, from any thread, when a rank is lost, and with it its part of every block.
   std::function<void(const Error& why)> on_rank_lost;

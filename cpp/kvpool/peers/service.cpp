@@ -70,9 +70,10 @@ Service::Service(Pool& pool, const ServiceOptions& options, const MakeRanks& mak
       writes_(pool.executor(), {options.worker_threads, options.worker_threads}),
       steps_(pool.executor()),
       waits_(pool.executor()),
+      watches_(pool.executor(), WriterQuarantine::kWatchLimits),
       receives_(pool.executor()),
       reactor_(std::make_unique<Reactor>("kvpool-serve")),
-      writer_quarantine_(*reactor_, waits_),
+      writer_quarantine_(*reactor_, watches_),
       table_(pool, events_, book_, options_.name, incarnation_, options.joins_cluster),
       parting_(pool, table_, writer_quarantine_, routes_, options_.name, incarnation_),
       admission_({pool, options_, incarnation_, routes_, writer_quarantine_, table_, parting_,
@@ -82,7 +83,7 @@ Service::Service(Pool& pool, const ServiceOptions& options, const MakeRanks& mak
       [this](const std::shared_ptr<Link>& link, const PeerMetadata& metadata, bool initiated_here) {
         return admission_.admit(link, metadata, initiated_here);
       });
-  ranks_ = make_ranks({pool_, options_.name, incarnation_, routes_, writer_quarantine_, *endpoint_,
+  ranks_ = make_ranks({pool_, options_.name, incarnation_, routes_, writer_quarantine_, watches_, *endpoint_,
                        [this](const Error& why) { parting_.on_rank_lost(why); }});
   caller_ = std::make_unique<PeerCaller>(pool_, table_, book_, *endpoint_, *ranks_, incarnation_);
   LocalServices::add(incarnation_, &parting_);

@@ -1,7 +1,7 @@
 // A pool's service: the verbs between peers, and their threads.
 //
 // One C++ thread (the reactor) answers peers and keeps leases; it never needs Python's GIL. All longer work runs
-// on the pool's executor, as four classes of tasks, each with threads that the others never occupy.
+// on the pool's executor, as five classes of tasks, each with threads that the others never occupy.
 //
 //   PeerTable    the connected peers, and the rules that admit them
 //   Admission    admits peers
@@ -197,6 +197,7 @@ class Service final : private SessionHost {
   TaskClass writes_;         // large writes, taking peers in turn
   SerialExecutor steps_;     // steps that peers wait for, such as making room
   SerialExecutor waits_;     // work that waits for a peer: writes of some routes, and measuring routes
+  SerialExecutor watches_;   // proofs and deadlines that none of the above may keep waiting
   SerialExecutor receives_;  // receiving halves of routes, which wait for the sending ones
   const std::unique_ptr<Reactor> reactor_;
   WriterQuarantine writer_quarantine_;

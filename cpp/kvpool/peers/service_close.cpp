@@ -59,6 +59,7 @@ void Service::close() noexcept {
   waits_.stop();
   ranks_->stop();
   receives_.stop();
+  watches_.stop();
   reactor_->stop();
   LocalServices::remove(incarnation_, parting_.is_write_lost());
   drop_received();

@@ -32,7 +32,7 @@ void WriterQuarantine::add(const std::shared_ptr<DepartingPeer>& session, const 
         {session, link, may_write ? proofs : 0, exposure.until_fence, exposure.by_gpu, 0, nullptr});
   }
   if (exposure.until_fence) {
-    waits_.run(session.get(), Priority::kBackground, [this, session, link] {
+    watches_.run(session.get(), Priority::kBackground, [this, session, link] {
       if (RouteMaker::fence(*link)) on_proof(*session, /*fenced=*/true);
     });
   }

@@ -24,9 +24,12 @@ namespace kvpool {
 class WriterQuarantine {
  public:
   static constexpr std::int64_t kGpuGraceNs = 500'000'000;
+  // Of the class of tasks in which proofs are awaited, and deadlines watched (RankChannels): its work begins however
+  // many writes wait for their peers. One thread is for a watch that goes on, one for proofs.
+  static constexpr TaskLimits kWatchLimits{2, 64};
 
   // Both outlive it.
-  WriterQuarantine(Reactor& reactor, SerialExecutor& waits) : reactor_(reactor), waits_(waits) {}
+  WriterQuarantine(Reactor& reactor, SerialExecutor& watches) : reactor_(reactor), watches_(watches) {}
 
   // The link has ended; `exposure`: the access that its peer was given.
   void add(const std::shared_ptr<DepartingPeer>& session, const std::shared_ptr<Link>& link, Exposure exposure);
@@ -69,7 +72,7 @@ class WriterQuarantine {
   void let_go(std::vector<QuarantinedPeer>&& writer_quarantine) noexcept;
 
   Reactor& reactor_;
-  SerialExecutor& waits_;  // for the end of what UCX writes
+  SerialExecutor& watches_;  // for the end of what UCX writes
   mutable std::mutex mutex_;
   std::vector<QuarantinedPeer> writer_quarantine_;
 };

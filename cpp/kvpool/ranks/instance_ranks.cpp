@@ -113,7 +113,7 @@ class OwnRanks final : public InstanceRanks {
       : layout_(host.pool.layout()),
         incarnation_(host.incarnation),
         waits_(host.pool.executor()),
-        channels_(host.routes, waits_, host.writer_quarantine),
+        channels_(host.routes, waits_, host.watches, host.writer_quarantine),
         ranks_(make_local_rank_set(channels_)) {
     channels_.start(host.endpoint);
     channels_.on_device_lost([&pool = host.pool](const Error& why) { pool.fail(why); });

@@ -173,7 +173,7 @@ void RankChannels::write(ChannelOrder&& order) {
   }
   for (const Parked& one : parts) begin_part(one);
   if (!watch) return;
-  if (const auto failure = failure_of([&] { waits_.run(&parked_, Priority::kDecode, [this] { watch_parked(); }); })) {
+  if (const auto failure = failure_of([&] { watches_.run(&parked_, Priority::kDecode, [this] { watch_parked(); }); })) {
     std::list<Parked> unwatched;
     {
       const std::lock_guard lock(mutex_);

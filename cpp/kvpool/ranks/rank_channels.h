@@ -49,10 +49,15 @@ struct ChannelOrder {
 
 class RankChannels {
  public:
-  // All arguments outlive this object. start() sets the endpoint from which it connects, which is made after this
-  // object.
-  RankChannels(RouteMaker& routes, SerialExecutor& waits, WriterQuarantine& writer_quarantine)
-      : routes_(routes), waits_(waits), writer_quarantine_(writer_quarantine), spans_(routes.memory().spans()) {}
+  // All arguments outlive this object. `waits` carries out parts of orders, which wait for peers; `watches`, of
+  // WriterQuarantine::kWatchLimits, ends parked parts in time however many of those wait. start() sets the endpoint
+  // from which it connects, which is made after this object.
+  RankChannels(RouteMaker& routes, SerialExecutor& waits, SerialExecutor& watches, WriterQuarantine& writer_quarantine)
+      : routes_(routes),
+        waits_(waits),
+        watches_(watches),
+        writer_quarantine_(writer_quarantine),
+        spans_(routes.memory().spans()) {}
   void start(Endpoint& endpoint) noexcept { endpoint_ = &endpoint; }
   // Sets the function to call, from any thread, when the GPU of this memory is lost. Call it before the first channel.
   void on_device_lost(std::function<void(const Error& why)> call) { on_device_lost_ = std::move(call); }
@@ -111,6 +116,7 @@ class RankChannels {
 
   RouteMaker& routes_;
   SerialExecutor& waits_;
+  SerialExecutor& watches_;
   WriterQuarantine& writer_quarantine_;
   Endpoint* endpoint_ = nullptr;
   const MediaSpans spans_;

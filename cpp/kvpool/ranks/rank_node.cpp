@@ -58,10 +58,11 @@ class RankNodeImpl final : public RankNode {
                 }),
         copies_(executor_, {options_.service.worker_threads, options_.service.worker_threads}),
         waits_(executor_),
+        watches_(executor_, WriterQuarantine::kWatchLimits),
         receives_(executor_),
         reactor_(std::make_unique<Reactor>("kvpool-rank")),
-        writer_quarantine_(*reactor_, waits_),
-        channels_(routes_, waits_, writer_quarantine_) {
+        writer_quarantine_(*reactor_, watches_),
+        channels_(routes_, waits_, watches_, writer_quarantine_) {
     EndpointOptions endpoint;
     endpoint.secret = options_.service.secret;
     endpoint.trusted_network = options_.service.trusted_network;
@@ -138,6 +139,7 @@ class RankNodeImpl final : public RankNode {
   RouteMaker routes_;
   TaskClass copies_;  // between the tiers of this rank
   SerialExecutor waits_;
+  SerialExecutor watches_;   // proofs and deadlines that what waits may not delay
   SerialExecutor receives_;  // what waits in the one may wait for what goes on in the other, at a peer
   std::unique_ptr<Reactor> reactor_;
   WriterQuarantine writer_quarantine_;
@@ -251,6 +253,7 @@ void RankNodeImpl::close() noexcept {
   channels_.abandon();
   copies_.stop();
   waits_.stop();
+  watches_.stop();
   receives_.stop();
   reactor_->stop();  // its last calls end every link, and make writer quarantine of those who have not answered
   tiers_.reset();    // the scheduler's link was one of them: nothing is moved or ordered any more
