@@ -60,12 +60,15 @@ void PeerCaller::measure_routes(const std::string& peer, const Waiting& waiting)
 std::string PeerCaller::visit(const std::string& address, const Waiting& waiting, bool wait_for_listener) {
   const std::int64_t began_ns = monotonic_ns();
   int draws = 1;
+  std::uint32_t told = 0;  // this pool's id
   std::optional<Error> refused;
   for (std::int64_t pause_ns = kPauseNs;; pause_ns = std::min(2 * pause_ns, kPauseNsMax)) {
     try {
       pool_.guard();  // whose GPU may be lost
       table_.check_unfenced();
       ranks_.check_complete();
+      const PeerTable::Call call(table_);
+      told = call.instance();
       return meet(address, waiting);
     } catch (const Error& error) {
       table_.note_refusal(error);
@@ -78,7 +81,7 @@ std::string PeerCaller::visit(const std::string& address, const Waiting& waiting
         if (late) throw;
       } else if (error.code() == ErrorCode::kState && error.cause() == ErrorCause::kInstanceTaken) {
         // Another peer has our id by chance. As long as nobody has seen an address of ours, another will do.
-        if (draws++ == kInstanceDraws || !table_.propose_another()) throw;
+        if (draws++ == kInstanceDraws || !take_another_id(told, waiting)) throw;
       } else if (wait_for_listener && error.cause() == ErrorCause::kNobodyListens) {
         refused = error;
         if (late) throw_nobody_listened(address, *refused, monotonic_ns() - began_ns);
@@ -90,6 +93,18 @@ std::string PeerCaller::visit(const std::string& address, const Waiting& waiting
     }
     waiting.check();
     usleep(static_cast<useconds_t>(pause_ns / 1000));
+  }
+}
+
+// False: peers may have seen addresses with the refused id. Until other calls of this pool that may tell it have ended,
+// none is made with it again.
+bool PeerCaller::take_another_id(std::uint32_t refused, const Waiting& waiting) {
+  for (;;) {
+    const PeerTable::Proposal proposal = table_.propose_instead_of(refused);
+    if (proposal != PeerTable::Proposal::kLater) return proposal == PeerTable::Proposal::kChanged;
+    waiting.check();
+    if (monotonic_ns() + kPauseNs >= waiting.until_ns) return false;
+    usleep(static_cast<useconds_t>(kPauseNs / 1000));
   }
 }
 

@@ -46,6 +46,7 @@ class PeerCaller {
   void measure_routes(const std::string& peer, const Waiting& waiting);
   std::string visit(const std::string& address, const Waiting& waiting, bool wait_for_listener);
   std::string meet(const std::string& address, const Waiting& waiting);
+  bool take_another_id(std::uint32_t refused, const Waiting& waiting);
   void meet_ranks(const std::shared_ptr<Link>& link, const std::string& address, const Waiting& waiting);
   void call_on(const ClusterMember& member, const Waiting& waiting);
   [[noreturn]] void throw_unknown(const std::string& peer) const;

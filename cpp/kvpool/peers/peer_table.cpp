@@ -208,9 +208,23 @@ void PeerTable::keep_instance() {
   if (pool_.instance() != 0) pool_.set_instance(pool_.instance());
 }
 
-bool PeerTable::propose_another() {
+std::uint32_t PeerTable::begin_call() {
   const std::lock_guard lock(mutex_);
-  if (pool_.instance() != 0 || listening_ > 0) return false;
+  ++calling_;
+  return instance_locked();
+}
+
+void PeerTable::end_call() noexcept {
+  const std::lock_guard lock(mutex_);
+  --calling_;
+}
+
+// Were the id changed while another call is under way, the peer that is called would know this pool by the old one.
+PeerTable::Proposal PeerTable::propose_instead_of(std::uint32_t refused) {
+  const std::lock_guard lock(mutex_);
+  if (instance_locked() != refused) return Proposal::kChanged;  // by another call that was refused
+  if (pool_.instance() != 0 || listening_ > 0) return Proposal::kNever;
+  if (calling_ > 0) return Proposal::kLater;
   proposed_instance_ = InstanceId::draw();
   return true;
 }

@@ -92,9 +92,23 @@ class PeerTable {
   // Between these two, callers may see the proposed id. After the first end_listen() with `bound` the pool accepts it.
   void begin_listen();
   void end_listen(bool bound);
-  // A peer has the proposed id already: proposes another one. Returns false if addresses with the old id may have been
-  // seen already.
-  bool propose_another();
+  // While one exists, a call to a peer is under way, which may be told the proposed id: it stays as it is.
+  class Call {
+   public:
+    explicit Call(PeerTable& table) : table_(table), instance_(table.begin_call()) {}
+    ~Call() { table_.end_call(); }
+    Call(const Call&) = delete;
+    Call& operator=(const Call&) = delete;
+    std::uint32_t instance() const noexcept { return instance_; }  // this pool's id, as the peer is told
+
+   private:
+    PeerTable& table_;
+    const std::uint32_t instance_;
+  };
+  // A peer has refused this id, because another has it. After kChanged a call tells another one; kLater: not while
+  // other calls may tell the refused id; kNever: peers may have seen addresses with it.
+  enum class Proposal : std::uint8_t { kChanged, kLater, kNever };
+  Proposal propose_instead_of(std::uint32_t refused);
   // From now on an id that peers have seen is the pool's for good. Before that, the application does not see it.
   void keep_instance();
 
@@ -116,6 +130,8 @@ class PeerTable {
   void tell_lost(const Session& session);
   std::uint32_t instance_locked() const;
   void show_instance();
+  std::uint32_t begin_call();
+  void end_call() noexcept;
 
   Pool& pool_;
   PeerEvents& events_;
@@ -133,6 +149,7 @@ class PeerTable {
   int listening_ = 0;
   std::unordered_map<std::string, Peer> peers_;
   std::map<std::weak_ptr<Link>, std::uint64_t, std::owner_less<>> met_;  // incarnations
+  int calling_ = 0;  // calls under way
   std::unordered_set<std::uint32_t> departed_;                           // instance ids of peers that were connected
 };
 
