@@ -87,6 +87,25 @@ TEST_CASE("a first connect that fails after the peer has admitted it leaves the 
   CHECK_FALSE(has_no_id(pool));
 }
 
+// Such an item has blocks that no caller knows: they stayed active for good.
+TEST_CASE("a first connect that is given up after a delivery frees the blocks of the delivery") {
+  const Node other = make_node("other");
+  const auto node = fresh_node();
+  Pool& pool = node->pool();
+  const auto active = [&] {
+    return pool.audit().media[Medium::kHbm].by_state[static_cast<std::size_t>(BlockState::kActive)];
+  };
+  Service& prepared = node->prepare_service(with_secret("s3cret"));
+  CHECK(prepared.connect(other.service.listen(unix_address()), in_seconds(60)) == "other");
+  TransferRequest request = request_to({node, nullptr, prepared, "caller"}, alloc(*other.pool, 3));
+  request.private_bytes = Bytes(1);
+  finish(other.service.transfer(std::move(request)));
+  CHECK(soon([&] { return active() == 3; }));
+  node->drop_service();  // as after Ctrl-C in connect()
+  CHECK(active() == 0);
+  CHECK(alloc(pool, 8).size() == 8);
+}
+
 TEST_CASE("a first connect that succeeds puts the instance id into the addresses of the pool") {
   const Node other = make_node("other");
   const auto node = fresh_node();

@@ -9,6 +9,7 @@
 #include "kvpool/peers/local_services.h"
 #include "kvpool/peers/retained_memory.h"
 #include "kvpool/peers/service.h"
+#include "kvpool/pool/peer_claims.h"
 #include "kvpool/pool/pool.h"
 
 namespace kvpool {
@@ -58,8 +59,8 @@ void Service::close() noexcept {
   writes_.stop();
   waits_.stop();
   ranks_->stop();
-  receives_.stop();
   watches_.stop();
+  receives_.stop();
   reactor_->stop();
   LocalServices::remove(incarnation_, parting_.is_write_lost());
   drop_received();
@@ -83,11 +84,12 @@ void Service::let_go_of_memory(std::vector<Left> left) noexcept {
   blocks_.let_go();
 }
 
-// What the application never asked for keeps nothing pinned.
+// What the application never asked for keeps nothing pinned, and no blocks: the pool may go on without its service.
 void Service::drop_received() noexcept {
   try {
     while (const auto item = received_.pop(0)) {
       if (item->pin.node != nullptr) pool_.unpin(&item->pin, 1);
+      if (!item->inserted && !item->lent) pool_.for_peers().release(item->addresses.data(), item->addresses.size());
     }
   } catch (const Error&) {  // closed, and empty
     return;
