@@ -1,4 +1,4 @@
-// The rules of the table of peers that need no peer: which id this pool proposes.
+// The rules of the table of peers that need no peer: which id this pool proposes, and when it is fenced.
 #include "kvpool/peers/peer_table.h"
 
 #include <doctest/doctest.h>
@@ -7,15 +7,20 @@
 #include <optional>
 
 #include "pool_fixture.h"
+#include "thrown.h"
 
 namespace kvpool::testing {
 namespace {
 
 struct Kit {
+  explicit Kit(bool joins = false) : table(*pool, events, book, "pool", 1, joins) {}
+  std::optional<ErrorCode> fenced() {
+    return code_of([&] { table.check_unfenced(); });
+  }
   const std::shared_ptr<Pool> pool = std::make_shared<Pool>(small_options(4, 4));
   PeerEvents events;
   AddressBook book;
-  PeerTable table{*pool, events, book, "pool", 1, /*joins=*/false};
+  PeerTable table;
 };
 
 using Proposal = PeerTable::Proposal;
@@ -54,6 +59,26 @@ TEST_CASE("an id that callers may have seen is not given up") {
   kit.table.end_listen(/*bound=*/true);
   CHECK(kit.table.propose_instead_of(proposed) == Proposal::kNever);
   CHECK(kit.table.instance() == proposed);
+}
+
+TEST_CASE("a pool that loses its lease before it has its id stays fenced until it has both") {
+  Kit kit(/*joins=*/true);
+  CHECK(kit.fenced() == ErrorCode::kFenced);
+  SUBCASE("the id comes first") {
+    static_cast<void>(kit.table.fence("the lease is lost"));
+    kit.table.join(7);
+    CHECK(kit.fenced() == ErrorCode::kFenced);
+    kit.table.unfence();
+  }
+  SUBCASE("the lease comes first") {
+    static_cast<void>(kit.table.fence("the lease is lost"));
+    kit.table.unfence();
+    CHECK(kit.fenced() == ErrorCode::kFenced);
+    kit.table.join(7);
+  }
+  SUBCASE("the lease was never lost") { kit.table.join(7); }
+  CHECK_FALSE(kit.fenced());
+  CHECK(kit.table.instance() == 7);
 }
 
 }  // namespace

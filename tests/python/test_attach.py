@@ -155,6 +155,29 @@ def test_an_attach_that_fails_leaves_pool_and_cluster_as_they_were(url):
         pool.transfer("taken", pool.alloc(1)).wait()
 
 
+def test_an_attach_that_fails_at_its_end_leaves_the_pool_without_an_id(url, monkeypatch):
+    with member(url, "other") as (_, watching, _attachment), join(url) as cluster, small_pool() as pool:
+        with monkeypatch.context() as patch:
+
+            def cannot_start(thread: threading.Thread) -> None:
+                if thread.name == "kvpool-attach":
+                    raise RuntimeError("can't start new thread")
+                start(thread)
+
+            start = threading.Thread.start
+            patch.setattr(threading.Thread, "start", cannot_start)
+            with pytest.raises(RuntimeError, match="new thread"):
+                pool.attach(cluster, name="late")
+        assert cluster.registration is None
+        assert pool.peers.name is None
+        assert kvpool.decode_address(int(pool.alloc(1)[0])).instance == 0
+        with member(url, "between"):  # which may get the id that the directory had given
+            attachment = pool.attach(cluster, name="late")
+            assert kvpool.decode_address(int(pool.alloc(1)[0])).instance == attachment.instance
+            pool.transfer("other", pool.alloc(1)).wait()
+        eventually(lambda: names(watching) == ["late", "other"])
+
+
 def test_a_pool_whose_first_connect_or_listen_failed_can_be_attached(url):
     nowhere = f"unix:@kvpool-nowhere-{os.getpid()}"
     with small_pool() as pool, small_pool() as other, join(url) as cluster:

@@ -8,6 +8,11 @@
 #include "kvpool/pool/pool.h"
 
 namespace kvpool {
+namespace {
+
+constexpr const char* kNotJoined = "this pool is not in its cluster yet";
+
+}  // namespace
 
 PeerTable::PeerTable(Pool& pool, PeerEvents& events, const AddressBook& book, std::string name,
                      std::uint64_t incarnation, bool joins)
@@ -18,7 +23,7 @@ PeerTable::PeerTable(Pool& pool, PeerEvents& events, const AddressBook& book, st
       incarnation_(incarnation),
       joining_(joins),
       proposed_instance_(InstanceId::draw()) {
-  if (joins) fenced_.emplace(ErrorCode::kFenced, "this pool is not in its cluster yet");
+  if (joins) fenced_.emplace(ErrorCode::kFenced, kNotJoined);
 }
 
 // --- who is there ---
@@ -226,7 +231,7 @@ PeerTable::Proposal PeerTable::propose_instead_of(std::uint32_t refused) {
   if (pool_.instance() != 0 || listening_ > 0) return Proposal::kNever;
   if (calling_ > 0) return Proposal::kLater;
   proposed_instance_ = InstanceId::draw();
-  return true;
+  return Proposal::kChanged;
 }
 
 // --- this pool's lease ---
@@ -235,13 +240,14 @@ void PeerTable::join(std::uint32_t instance) {
   const std::lock_guard lock(mutex_);
   if (closed_) throw Error(ErrorCode::kClosed, "the pool is closed");
   pool_.set_instance(instance);  // which it keeps, as any id that a peer has seen
-  if (std::exchange(joining_, false)) fenced_.reset();
+  if (std::exchange(joining_, false) && !lease_lost_) fenced_.reset();
 }
 
 std::vector<PeerTable::Peer> PeerTable::fence(const std::string& why) {
   std::vector<Peer> peers;
   const std::lock_guard lock(mutex_);
   if (closed_) return peers;
+  lease_lost_ = true;
   fenced_.emplace(ErrorCode::kFenced, why);
   dropped_by_.clear();
   for (const auto& [name, peer] : peers_) peers.push_back(peer);
@@ -251,7 +257,12 @@ std::vector<PeerTable::Peer> PeerTable::fence(const std::string& why) {
 void PeerTable::unfence() {
   const std::lock_guard lock(mutex_);
   dropped_by_.clear();
-  if (!joining_) fenced_.reset();
+  lease_lost_ = false;
+  if (joining_) {
+    fenced_.emplace(ErrorCode::kFenced, kNotJoined);
+  } else {
+    fenced_.reset();
+  }
 }
 
 void PeerTable::check_unfenced() const {

@@ -113,7 +113,8 @@ class PeerTable {
   void keep_instance();
 
   // --- this pool's lease ---
-  void join(std::uint32_t instance);  // throws kClosed
+  // Throws kClosed, and what Pool::set_instance() throws. A pool that has lost its lease before stays fenced.
+  void join(std::uint32_t instance);
   // Both return at once; the caller ends the sessions of the returned peers.
   std::vector<Peer> fence(const std::string& why);
   void unfence();
@@ -129,9 +130,9 @@ class PeerTable {
   void tell_joined(const PeerMetadata& metadata);
   void tell_lost(const Session& session);
   std::uint32_t instance_locked() const;
-  void show_instance();
   std::uint32_t begin_call();
   void end_call() noexcept;
+  void show_instance();
 
   Pool& pool_;
   PeerEvents& events_;
@@ -142,14 +143,15 @@ class PeerTable {
   mutable std::mutex mutex_;  // guards the members below
   bool closed_ = false;
   bool joining_;                  // waits for its instance id
-  std::optional<Error> fenced_;   // thrown while fenced
+  bool lease_lost_ = false;       // between fence() and unfence()
+  std::optional<Error> fenced_;   // thrown while fenced: it waits for its id, or has lost its lease
   std::string dropped_by_;        // the text of the peer's refusal
   InstanceId proposed_instance_;  // no other pool of this process proposes it
   bool keeps_instance_ = false;   // an id that peers have seen
   int listening_ = 0;
+  int calling_ = 0;  // calls under way
   std::unordered_map<std::string, Peer> peers_;
   std::map<std::weak_ptr<Link>, std::uint64_t, std::owner_less<>> met_;  // incarnations
-  int calling_ = 0;  // calls under way
   std::unordered_set<std::uint32_t> departed_;                           // instance ids of peers that were connected
 };
 

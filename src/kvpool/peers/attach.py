@@ -65,8 +65,9 @@ def attach(
             timeout=wanted.timeout_s + 2 * cluster.lease_s if timeout is None else timeout,
         )
         try:
-            pool._join(registration.instance)
-            return Attachment(pool, cluster, registration)
+            attachment = Attachment(pool, cluster, registration)
+            pool._join(registration.instance)  # last: a pool keeps its id for good
+            return attachment
         except BaseException:
             registration.leave()
             raise
