@@ -31,6 +31,7 @@ class SlowEtcd(http.server.ThreadingHTTPServer):
         self.keys: list[dict[str, str]] = []
         self.asked: list[str] = []
         self.revoking: list[tuple[int, dict[str, object]]] = []  # answers to lease/revoke, before those that grant it
+        self.refusals: list[tuple[int, dict[str, object]]] = []  # answers to requests with a valid token, before others
 
     @property
     def options(self) -> Options:
@@ -57,6 +58,8 @@ class _Answer(http.server.BaseHTTPRequestHandler):
                 status, answer = 401, {"code": 16, "message": "etcdserver: invalid auth token"}
             else:
                 status, answer = 400, {"code": 3, "message": "etcdserver: user name is empty"}
+        elif self.server.refusals:
+            status, answer = self.server.refusals.pop(0)
         elif path == "lease/revoke" and self.server.revoking:
             status, answer = self.server.revoking.pop(0)
         content = json.dumps(answer).encode()
@@ -150,6 +153,32 @@ def test_a_password_check_gets_more_time_than_a_request(etcd):
         gateway.call("kv/range", {}, 2.0)  # as it was before: begun again and again, and never done
     threading.Timer(3.0, etcd.checked.set).start()
     assert gateway.call("kv/range", {}, 2.0, authenticate_s=60.0)["kvs"] == []
+    gateway.close()
+
+
+@pytest.mark.parametrize("text", ["etcdserver: revision of auth store is old", "another text, of another version"])
+def test_a_token_from_before_users_were_changed_is_replaced_whatever_the_text_says(etcd, text):
+    etcd.checked.set()
+    etcd.refusals = [(400, {"code": 3, "message": text})]
+    gateway = Gateway(etcd.options)
+    gateway._token = "of root"
+    gateway.call("kv/range", {}, 20.0)
+    assert etcd.asked == ["kv/range", "auth/authenticate", "kv/range"]
+    gateway.close()
+
+
+def test_a_refusal_costs_at_most_one_check_of_the_password(etcd):
+    etcd.checked.set()
+    gateway = Gateway(etcd.options)
+    gateway._token = "of root"
+    etcd.refusals = [(403, {"code": 7, "message": "etcdserver: permission denied"})]
+    with pytest.raises(Denied):
+        gateway.call("kv/range", {}, 20.0)
+    assert etcd.asked == ["kv/range"]
+    etcd.refusals = [(400, {"code": 3, "message": "etcdserver: key is not provided"})] * 2
+    with pytest.raises(Denied):
+        gateway.call("kv/range", {}, 20.0)
+    assert etcd.asked == ["kv/range", "kv/range", "auth/authenticate", "kv/range"]
     gateway.close()
 
 

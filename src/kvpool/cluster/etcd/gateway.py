@@ -22,11 +22,12 @@ __all__ = ["AUTHENTICATE_S", "Denied", "Gateway", "NoAnswer", "Options", "Stream
 AUTHENTICATE_S: Final = 5.0  # for etcd to check a password, where the caller can wait
 _BODY_BYTES_MAX: Final = 256 << 20  # 4,000 members with records of 64 KiB
 _LINE_BYTES_MAX: Final = 64 << 20
-_NOT_FOUND: Final = 5  # this and those below are codes of gRPC
-_UNAUTHENTICATED: Final = 16
-_DENYING: Final = {3, 7, _UNAUTHENTICATED}
-_OLD_TOKEN: Final = ("revision of auth store is old", "user name is empty")  # with the code of a bad argument
+_BAD_ARGUMENT: Final = 3  # this and those below are codes of gRPC
+_NOT_FOUND: Final = 5
+_PERMISSION_DENIED: Final = 7
 _AUTH_IS_OFF: Final = 9
+_UNAUTHENTICATED: Final = 16
+_DENYING: Final = {_BAD_ARGUMENT, _PERMISSION_DENIED, _UNAUTHENTICATED}
 
 
 class NoAnswer(Exception):
@@ -180,9 +181,7 @@ class Gateway:
             try:
                 return self._ask(path, body, until)
             except _Failed as error:
-                if not error.token_is_old and (self._token or error.code not in _DENYING):
-                    raise
-                if not self._options.user:
+                if not self._options.user or not error.asks_for_token(bool(self._token)):
                     raise
             self._token = ""  # it has expired, or etcd was restarted
             until = max(until, time.monotonic() + authenticate_s)
@@ -303,10 +302,13 @@ class _Failed(Exception):
         super().__init__(text)
         self.code = code
 
-    @property
-    def token_is_old(self) -> bool:
-        """Whether a new token may help: the token has expired, or users were changed or switched on since."""
-        return self.code == _UNAUTHENTICATED or any(one in str(self) for one in _OLD_TOKEN)
+    def asks_for_token(self, has_token: bool) -> bool:
+        """Whether a new token may help: this side has no token, or it expired, or users changed or were switched on.
+
+        For the latter two etcd uses the code of a bad argument, and tells them from others by its text alone. The
+        requests of this package are right, and one that is not is repeated once, which costs a check of the password.
+        """
+        return self.code in _DENYING and not (has_token and self.code == _PERMISSION_DENIED)
 
     def public(self) -> NoAnswer | Denied:
         if self.code in _DENYING:
