@@ -6,6 +6,7 @@
 #include <array>
 #include <chrono>
 #include <memory>
+#include <string>
 #include <thread>
 
 #include "kvpool/cuda/context.h"
@@ -84,6 +85,22 @@ TEST_CASE("a communicator sends only from the memory of its GPU") {
     CHECK(fake.count("messages") >= 1);
   }
   CHECK(cuda.left() == "");
+}
+
+TEST_CASE("two ranks on one GPU are not joined, and both are told why") {
+  const FakeCuda cuda;
+  const FakeNccl fake;
+  const NcclLibrary& nccl = load_nccl(fake_nccl_path());
+  NcclId id{};
+  REQUIRE(nccl.get_unique_id(&id) == kNcclSuccess);
+  const Rank first(nccl, id, 0, 0);
+  const Rank second(nccl, id, 1, 0);
+  for (const Rank* rank : {&first, &second}) {
+    CHECK(rank->joined() == 5);  // ncclInvalidUsage
+    const Error told = nccl.error_of(5, "ncclCommInitRankConfig", rank->comm);
+    CHECK(told.code() == ErrorCode::kUnsupported);
+    CHECK(std::string(told.what()).find("Duplicate GPU detected") != std::string::npos);
+  }
 }
 
 }  // namespace

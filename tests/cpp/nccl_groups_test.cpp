@@ -22,14 +22,15 @@ namespace {
 
 constexpr std::uint64_t kMeeting = 5;
 constexpr std::uint32_t kRankBlocks = 8;
+constexpr std::uint32_t kRanksMax = 4;  // of an instance
 
-// The ranks of an instance, each on a GPU, as their schedulers would use them.
+// The ranks of an instance, each on a GPU to itself, as their schedulers would use them: NCCL joins no two on one.
 class Instance {
  public:
   Instance(std::uint32_t number, const Sharding& sharding, const Parallel& parallel, bool aggregated)
       : sharding_(sharding), parallel_(parallel) {
     for (std::uint32_t rank = 0; rank < sharding.ranks(); ++rank) {
-      RankSpec spec = on_gpu(static_cast<int>((number + rank) % 4));
+      RankSpec spec = on_gpu(static_cast<int>(number * kRanksMax + rank));
       spec.instance = number;
       spec.pieces = sharding.rank_layout(rank, aggregated).piece_bytes;
       spec.aggregated = aggregated;
@@ -118,6 +119,7 @@ void check_group_write(const FakeCuda& cuda, Dice& dice, Instance& from, Instanc
 TEST_CASE("nccl ranks: TP 1, 2 and 4 send each other the whole cache, bit for bit") {
   const FakeCuda cuda;
   const FakeNccl nccl;
+  cuda.set("devices", 2 * kRanksMax);
   cuda.set("delay_us", 10);
   Dice dice(11);
   const KVShape shape = shape_of(3, 4, 8);
@@ -140,6 +142,7 @@ TEST_CASE("nccl ranks: TP 1, 2 and 4 send each other the whole cache, bit for bi
 TEST_CASE("nccl ranks: every rank of two stages sends to every rank of TP 2, both ways at once") {
   const FakeCuda cuda;
   const FakeNccl nccl;
+  cuda.set("devices", 2 * kRanksMax);
   cuda.set("delay_us", 10);
   const KVShape shape = shape_of(4, 2, 8);
   const Parallel stages = parallel_of(1, 2);

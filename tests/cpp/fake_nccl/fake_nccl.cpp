@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -30,6 +31,7 @@ enum Result : int {
   kSystemError = 2,
   kInternalError = 3,
   kInvalidArgument = 4,
+  kInvalidUsage = 5,
   kRemoteError = 6,
   kInProgress = 7,
 };
@@ -138,7 +140,30 @@ sockaddr_un address_of(const std::string& name, socklen_t& length) {
 
 void nap() { std::this_thread::sleep_for(std::chrono::microseconds(200)); }
 
+// Of a GPU, as NCCL compares it: its host has a name, which NCCL_HOSTID may replace.
+struct Seat {
+  std::uint64_t host;
+  std::int64_t device;
+  bool operator==(const Seat&) const = default;
+};
+
+Seat seat_of(const Comm& comm) {
+  const char* host = std::getenv("NCCL_HOSTID");
+  return {std::hash<std::string>()(host == nullptr ? "" : host), comm.device};
+}
+
+bool move_bytes(Comm& comm, bool sends, std::byte* at, std::size_t bytes);
+
 // ---- joining
+
+// Each side tells the other its GPU: NCCL does not join two ranks on one.
+int meet_other(Comm& comm) {
+  Seat own = seat_of(comm);
+  Seat other{};
+  if (!move_bytes(comm, true, reinterpret_cast<std::byte*>(&own), sizeof(own))) return kInProgress;
+  if (!move_bytes(comm, false, reinterpret_cast<std::byte*>(&other), sizeof(other))) return kInProgress;
+  return own == other ? kInvalidUsage : kSuccess;
+}
 
 void join_as_first(Comm& comm, int listener) {
   while (!comm.aborted) {
@@ -183,8 +208,8 @@ void join(const std::shared_ptr<Comm>& comm, int device, const std::string& name
   } else {
     join_as_second(*comm, name);
   }
-  // A side that has connected may go on before the other has accepted, as with NCCL.
-  if (comm->fd >= 0) comm->state = kSuccess;
+  // A side that knows the other may go on before the other does, as with NCCL.
+  if (comm->fd >= 0) comm->state = meet_other(*comm);
 }
 
 // ---- messages
@@ -397,12 +422,18 @@ const char* ncclGetErrorString(int result) {
       return "remote process exited or there was a network error";
     case kInvalidArgument:
       return "invalid argument";
+    case kInvalidUsage:
+      return "invalid usage";
     default:
       return "some error";
   }
 }
 
-const char* ncclGetLastError(void* /*comm*/) { return ""; }
+const char* ncclGetLastError(void* handle) {
+  const auto comm = comm_of(handle);
+  return comm != nullptr && comm->state == kInvalidUsage ? "Duplicate GPU detected : both ranks are on one CUDA device"
+                                                         : "";
+}
 
 void fake_nccl_reset() {
   const std::lock_guard lock(state().mutex);

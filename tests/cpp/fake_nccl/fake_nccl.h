@@ -1,7 +1,8 @@
 // A library for tests that stands in for NCCL: two ranks a communicator, in one process or two, bytes over a socket,
 // and sends and receives that are work of the fake driver's streams (fake_cuda/fake_cuda.h), so they are under way
 // while the caller goes on. As with NCCL: what is in a stream ends when its bytes have been passed or the communicator
-// is aborted, and never because the peer has gone. A communicator sends and receives memory of its GPU alone.
+// is aborted, and never because the peer has gone. A communicator sends and receives memory of its GPU alone, and joins
+// no two ranks on one GPU.
 //
 // The functions for tests, by dlsym.
 #pragma once
