@@ -44,6 +44,7 @@ BENCHES = {
     "decision": "bench.memserve.decision",
     "mell": "bench.mell.study",
     "scaling": "bench.mell.scaling",
+    "settle": "bench.lending.settlement",
     "sim": "bench.sim.speed",
     "gpu": "bench.gpu.speed",
     "gpu-links": "bench.gpu.links",

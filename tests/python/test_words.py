@@ -86,6 +86,7 @@ EXCEPTIONS: Final[dict[str, dict[str, str]]] = {
         "tests/python/transfer/test_routes.py": "UCX",
     },
     "settle": {
+        "bench/lending/settlement.py": "debts",
         "docs/internals/lending.md": "debts",
         "src/kvpool/policy/lending/__init__.py": "debts",
         "src/kvpool/policy/lending/settle.py": "debts",

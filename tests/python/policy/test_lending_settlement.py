@@ -41,6 +41,12 @@ def random_debts(members, degree, seed):
     return debts
 
 
+def dense_debts(seed, members=30):
+    dice = Random(seed)
+    pairs = [(a, b) for a in range(1, members + 1) for b in range(1, members + 1) if a != b and dice.random() < 0.25]
+    return {pair: dice.choice([1, 2, 5, 30, dice.randint(1, 300)]) for pair in pairs}
+
+
 def check(debts, least, work=10**6):
     """What `settle` promises for every graph; returns how many blocks come home."""
     rounds = lending.settle(debts, least, work)
@@ -69,6 +75,12 @@ def test_what_is_promised_holds_when_the_work_does_not_suffice(debts, least):
 def test_what_is_promised_holds_among_many_members(least, work):
     for seed in range(3):
         check(random_debts(150, 4, seed), least, work)
+
+
+@pytest.mark.parametrize("seed", [14, 24, 31])
+def test_cycles_that_a_hasty_flow_leaves_are_cancelled(seed):
+    """These graphs leave some when any way is taken."""
+    check(dense_debts(seed), 1, work=0)
 
 
 @given(DEBTS)

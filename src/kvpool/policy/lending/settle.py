@@ -93,7 +93,7 @@ def settle(debts: Debts, least: int = 1, work: int = WORK) -> list[list[Settleme
     }
     if least > 1:
         left = {pair: amounts[pair] - blocks for pair, blocks in cancelled.items() if amounts[pair] > blocks}
-        for pair, blocks in _cancelled(left, work // 2).items():
+        for pair, blocks in _cancelled(left, work // 4).items():
             cancelled[pair] += blocks
     return _in_rounds(_settlements(cancelled))
 
