@@ -229,10 +229,11 @@ def test_ranks_send_by_kernels(
         assert all(x < y for x, y in zip(before, after, strict=True)), (before, after)
 
 
+# Two ranks that have a communicator have different GPUs.
 BY_NCCL = {
     "tp 1 to tp 2": (False, (None, ["cuda:0"]), (TP2, ["cuda:1", "cuda:2"])),
-    "tp 2 to tp 4": (False, SIDES["gpus to gpus"][0], (ParallelConfig(tp=4), ["cuda:2", "cuda:3", "cuda:0", "cuda:1"])),
-    "heads to stages, adopted": (True, *SIDES["gpus to gpus"]),
+    "tp 2 to tp 4": (False, SIDES["gpus to gpus"][0], (ParallelConfig(tp=4), ["cuda:2", "cuda:3", "cuda:0", "cuda:2"])),
+    "heads to stages, adopted": (True, *SIDES["gpus to gpus that they do not reach"]),
 }
 
 
