@@ -5,11 +5,11 @@
 
 #include "kvpool/base/clock.h"
 #include "kvpool/base/error.h"
+#include "kvpool/base/failure.h"
 #include "kvpool/peers/late_writers.h"
 #include "kvpool/peers/local_services.h"
 #include "kvpool/peers/retained_memory.h"
 #include "kvpool/peers/service.h"
-#include "kvpool/pool/peer_claims.h"
 #include "kvpool/pool/pool.h"
 
 namespace kvpool {
@@ -84,12 +84,14 @@ void Service::let_go_of_memory(std::vector<Left> left) noexcept {
   blocks_.let_go();
 }
 
-// What the application never asked for keeps nothing pinned, and no blocks: the pool may go on without its service.
+// What the application never asked for keeps nothing pinned, and no blocks: the pool may go on without its service. But
+// the application may have learnt their addresses from the sender, and have freed or cached them: free() knows.
 void Service::drop_received() noexcept {
   try {
     while (const auto item = received_.pop(0)) {
       if (item->pin.node != nullptr) pool_.unpin(&item->pin, 1);
-      if (!item->inserted && !item->lent) pool_.for_peers().release(item->addresses.data(), item->addresses.size());
+      if (item->inserted || item->lent) continue;
+      static_cast<void>(failure_of([&] { pool_.free(item->addresses.data(), item->addresses.size()); }));
     }
   } catch (const Error&) {  // closed, and empty
     return;

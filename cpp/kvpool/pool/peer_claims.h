@@ -28,8 +28,8 @@ class PeerClaims {
   // are free.
   bool take(std::size_t n, MediumChoice medium, BlockState to, std::uint64_t incarnation, std::uint32_t mark,
             bool evict, Address* out);
-  // Frees reserved, lent or quarantined blocks, and active ones that no caller knows; those that an engine allocates
-  // become active again, as before the fetch that was to fill them. REQUIRES: each is in one of these states.
+  // Frees reserved, lent or quarantined blocks; those that an engine allocates become active again, as before the fetch
+  // that was to fill them. REQUIRES: each is in one of these states.
   void release(const Address* addresses, std::size_t n) noexcept;
   void quarantine(const Address* addresses, std::size_t n) noexcept;
   // Throws kStaleAddress, kNotOwner, kArgument unless each is reserved for the transfer `mark` of this owner.
