@@ -17,7 +17,9 @@
 #include "bind.h"
 #include "cpu_tensor.h"
 #include "gil.h"
+#include "kvpool/base/failure.h"
 #include "kvpool/pool/pool.h"
+#include "kvpool/sequences/attend_task.h"
 #include "kvpool/sequences/attender.h"
 #include "kvpool/sequences/sequence.h"
 #include "node.h"
@@ -36,6 +38,7 @@ struct SequenceHandle {
 struct AttendHandle {
   NodePointer node;
   std::shared_ptr<AttendTask> task;
+  std::uint32_t heads = 0;
   py::object result;  // once somebody has asked for it
 };
 
@@ -73,7 +76,10 @@ std::optional<float> scale_from(const py::object& argument) {
   if (argument.is_none()) return std::nullopt;
   const double scale = PyFloat_AsDouble(argument.ptr());
   if (PyErr_Occurred() != nullptr) {
-    PyErr_Clear();
+    if (PyErr_ExceptionMatches(PyExc_OverflowError) != 0) {
+      PyErr_Clear();
+      throw_argument("scale must be finite, and is an int that no float can hold");
+    }
     throw_type_error("scale must be a number or None, not " + type_name(argument));
   }
   if (!std::isfinite(scale)) throw_argument("scale must be finite");
@@ -115,7 +121,8 @@ AttendHandle attend(const NodePointer& node, py::handle layer, const py::object&
   AttendRequest request = request_from(pool, layer, q, sequences, query_tokens, scale, causal);
   const GilReleased released;
   Attender& attender = node->attender();
-  AttendHandle handle{node, std::make_shared<AttendTask>(pool, std::move(request), attender.team()), {}};
+  const std::uint32_t heads = request.query_heads;
+  AttendHandle handle{node, std::make_shared<AttendTask>(pool, std::move(request), attender), heads, {}};
   attender.start(handle.task);
   return handle;
 }
@@ -132,15 +139,23 @@ void await_end(const AttendHandle& handle, AttendTask& task, py::handle timeout)
   throw py::error_already_set();
 }
 
+PartialBatch batch_of(std::uint32_t heads, std::uint32_t head_dim, AttendTask& task) {
+  PartialBatch batch{heads, head_dim, {}};
+  std::vector<PartialAttention> parts = task.take_parts();
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    const bool ends_at_queries = task.causal() && parts[i].shape().tokens > 1;
+    batch.items.push_back({std::move(parts[i]), task.tokens()[i], ends_at_queries});
+  }
+  return batch;
+}
+
 // The same object each time. The GIL orders the callers.
 py::object wait(AttendHandle& handle, py::handle timeout) {
   AttendTask& task = task_of(handle);
   await_end(handle, task, timeout);
   task.rethrow_if_failed();
   if (!handle.result) {
-    PartialBatch batch{task.take_parts(), {}};
-    for (const std::uint64_t tokens : task.tokens()) batch.tokens.emplace_back(tokens);
-    handle.result = py::cast(std::move(batch));
+    handle.result = py::cast(batch_of(handle.heads, handle.node->pool().layout().format.head_dim, task));
   }
   return handle.result;
 }
@@ -181,8 +196,9 @@ void bind_sequence(py::module_& module) {
   py::class_<SequenceHandle>(module, "KVSequence",
                              R"(The KV cache of one sequence: which block holds which of its tokens.
 
-Made by `Pool.sequence`. It holds its blocks but does not own them: blocks freed meanwhile are reused only after
-``close()``, and cached ones are neither evicted nor moved. Use it in a ``with``, or close it. Thread-safe.
+Made by `Pool.sequence`. It holds its blocks but does not own them: blocks that are freed, evicted, swapped or deleted
+meanwhile keep their content where it is, and are reused only after ``close()``. Use it in a ``with``, or close it.
+Thread-safe.
 
 Attributes:
     addrs: uint64 array with the address of each block.
@@ -214,6 +230,9 @@ Raises:
       .def("__enter__", [](const py::object& self) { return self; })
       .def("__exit__", [](const SequenceHandle& handle, const py::args&) { sequence_of(handle).close(); })
       .def("__repr__", [](const SequenceHandle& handle) {
+        if (failure_of([&] { handle.node->pool().guard_process(); })) {
+          return std::string("<KVSequence of the parent process>");
+        }
         const Sequence& sequence = *handle.sequence;
         return "<KVSequence of " + std::to_string(sequence.tokens()) + " tokens in " +
                std::to_string(sequence.addresses().size()) + " blocks" + (sequence.closed() ? ", closed>" : ">");
@@ -281,7 +300,8 @@ Args:
 Raises:
     Unsupported: Attention cannot read them: blocks of a GPU, of ranks, of a RawLayout, or an element type without a
         kernel (float32, float16, bfloat16 and float8_e4m3fn have one).
-    StaleAddress, NotOwner, StateError: One was freed, is another instance's, or is being written by a transfer.
+    StaleAddress, NotOwner, StateError: One was freed, is another instance's, or is being written by a transfer; or it
+        was freed, and something still reads it.
     ArgumentError: The blocks hold fewer tokens than `tokens`, or one is no address.)")
       .def("attend", &attend, py::arg("layer"), py::arg("q"), py::arg("seqs"), py::kw_only(),
            py::arg("query_tokens") = py::none(), py::arg("scale") = py::none(), py::arg("causal") = true,
@@ -297,9 +317,11 @@ Args:
     q: Queries [query token, query head, head_dim] of float32, float16 or bfloat16 (NumPy: uint16), the query tokens of
         all sequences one behind the other. A contiguous NumPy array or tensor on the CPU; it is copied.
     seqs: Sequences of this pool.
-    query_tokens: How many query tokens each sequence has; None: one each. They are the last ones of the sequence.
+    query_tokens: How many query tokens each sequence has; None: one each. With `causal` they are the last ones of the
+        sequence.
     scale: Of the scores; None: 1 / sqrt(head_dim).
-    causal: Whether a query token sees only the tokens up to its own. False: it sees all.
+    causal: Whether a query token sees only the tokens up to its own. False: it sees all, as queries do that stand behind
+        all tokens of the sequence, when the part will be merged with one over their own tokens.
 
 Returns:
     An Attend. Its wait() gives the PartialAttention, whose finish() gives the output.

@@ -9,6 +9,8 @@
 namespace kvpool::bindings {
 namespace {
 
+constexpr int kDimensionsMax = 64;
+
 DType dtype_of(const DLDataType& dtype) {
   if (dtype.lanes != 1) return DType::kNone;
   if (dtype.code == kDLFloat && dtype.bits == 32) return DType::kFloat32;
@@ -45,9 +47,15 @@ bool is_dense(const std::vector<std::int64_t>& shape, const std::vector<std::int
 }
 
 void finish(CpuTensor& tensor, const std::string& name, bool dense) {
-  std::size_t elements = 1;
-  for (const std::int64_t extent : tensor.shape) elements *= static_cast<std::size_t>(extent);
-  tensor.bytes = elements * dtype_bytes(tensor.dtype);
+  constexpr std::int64_t kElementsMax = std::int64_t{1} << 48;  // far above any memory, far below an overflow
+  std::int64_t elements = 1;
+  for (const std::int64_t extent : tensor.shape) {
+    if (extent < 0 || (extent > 0 && elements > kElementsMax / extent)) {
+      throw_no_tensor(name, "has an impossible dimension of " + std::to_string(extent));
+    }
+    elements *= extent;
+  }
+  tensor.bytes = static_cast<std::size_t>(elements) * dtype_bytes(tensor.dtype);
   if (!dense && elements > 0) throw_no_tensor(name, "must be contiguous in C order: pass .contiguous() or .copy()");
 }
 
@@ -77,6 +85,13 @@ CpuTensor from_buffer(const py::object& argument, const std::string& name, bool 
   return tensor;
 }
 
+// Page-locked memory is the CPU's, too.
+void check_on_cpu(int type, int id, const std::string& name) {
+  if (type == kDLCPU || type == kDLCUDAHost) return;
+  throw_no_tensor(name,
+                  "must be on the CPU, and is on DLPack device " + std::to_string(type) + ":" + std::to_string(id));
+}
+
 CpuTensor from_dlpack(const py::object& argument, const std::string& name) {
   py::object capsule;
   std::pair<int, int> where(kDLCPU, 0);
@@ -84,22 +99,23 @@ CpuTensor from_dlpack(const py::object& argument, const std::string& name) {
     if (py::hasattr(argument, "__dlpack_device__")) {
       where = argument.attr("__dlpack_device__")().cast<std::pair<int, int>>();
     }
-    if (where.first == kDLCPU || where.first == kDLCUDAHost) capsule = argument.attr("__dlpack__")();
+    check_on_cpu(where.first, where.second, name);
+    capsule = argument.attr("__dlpack__")();
   } catch (const py::error_already_set& error) {
     if (!error.matches(PyExc_Exception)) throw;
     throw_no_tensor(name, std::string("gives no DLPack view: ") + error.what());
   } catch (const py::cast_error&) {
     throw_no_tensor(name, "gives no DLPack view: its __dlpack_device__ returns no two ints");
   }
-  if (!capsule) {
-    throw_no_tensor(name, "must be on the CPU, and is on DLPack device " + std::to_string(where.first) + ":" +
-                              std::to_string(where.second));
-  }
   if (PyCapsule_IsValid(capsule.ptr(), "dltensor") == 0) {
     throw_no_tensor(name, "gives no DLPack view: its __dlpack__ returns " + type_name(capsule));
   }
   const auto* managed = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
   const DLTensor& view = managed->dl_tensor;
+  check_on_cpu(static_cast<int>(view.device.device_type), view.device.device_id, name);  // it may contradict `where`
+  if (view.ndim < 0 || view.ndim > kDimensionsMax) {
+    throw_no_tensor(name, "has " + std::to_string(view.ndim) + " dimensions");
+  }
   CpuTensor tensor;
   tensor.data = static_cast<std::byte*>(view.data) + view.byte_offset;
   tensor.dtype = dtype_of(view.dtype);

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
 #include <string>
 #include <utility>
 
@@ -33,7 +34,7 @@ RowOrder order_from(py::handle argument) {
 
 std::uint32_t query_tokens_of(const PartialBatch& batch) {
   std::uint32_t tokens = 0;
-  for (const PartialAttention& part : batch.parts) tokens += part.shape().tokens;
+  for (const PartialBatch::Item& item : batch.items) tokens += item.part.shape().tokens;
   return tokens;
 }
 
@@ -70,50 +71,53 @@ void put_lse_rows(std::span<const float> rows, RowOrder order, std::size_t all_t
   }
 }
 
+// Nothing of Python runs between the moment when the tensors are taken and the last read of them: what it runs could
+// give their memory back.
 PartialBatch from_lse(const py::object& out_argument, const py::object& lse_argument, py::handle base_argument,
                       py::handle order_argument, const py::object& covers_argument,
                       const py::object& query_tokens_argument) {
   const LseBase base = base_from(base_argument);
   const RowOrder order = order_from(order_argument);
+  std::vector<std::vector<TokenRange>> covers;
+  for (const py::object& item : items_from(covers_argument, "covers")) covers.push_back(ranges_from(item));
+  const std::vector<std::uint32_t> query_tokens = query_tokens_from(query_tokens_argument, covers.size());
+  const CpuTensor lse = cpu_tensor_from(lse_argument, "lse", /*writable=*/false);
   const CpuTensor out = cpu_tensor_from(out_argument, "out", /*writable=*/false);
   constexpr std::array<std::int64_t, 3> kAny = {-1, -1, -1};
   check_shape(out, "out", kAny, "[query token, query head, dim]");
-  const CpuTensor lse = cpu_tensor_from(lse_argument, "lse", /*writable=*/false);
   const bool heads_first = order == RowOrder::kHeadsFirst;
   const std::array<std::int64_t, 2> rows = {out.shape[heads_first ? 1 : 0], out.shape[heads_first ? 0 : 1]};
   check_shape(lse, "lse", rows, heads_first ? "[query head, query token]" : "[query token, query head]");
   if (lse.dtype != DType::kFloat32) throw_argument("lse must be float32");
-  const std::vector<py::object> covers = items_from(covers_argument, "covers");
-  const std::vector<std::uint32_t> query_tokens = query_tokens_from(query_tokens_argument, covers.size());
   const auto heads = static_cast<std::uint32_t>(std::min<std::int64_t>(out.shape[1], UINT32_MAX));
   const auto head_dim = static_cast<std::uint32_t>(std::min<std::int64_t>(out.shape[2], UINT32_MAX));
   const auto all_tokens = static_cast<std::size_t>(out.shape[0]);
   std::size_t begin = 0;  // query tokens [begin, begin + query_tokens[i]) are of sequence i
-  PartialBatch batch;
+  PartialBatch batch{heads, head_dim, {}};
   for (std::size_t i = 0; i < covers.size(); ++i) {
     const PartialShape shape{query_tokens[i], heads, head_dim};
     if (shape.tokens > all_tokens - begin) break;
     const std::size_t row_bytes = shape.heads * std::size_t{head_dim} * dtype_bytes(out.dtype);
     const std::vector<float> own = lse_rows(reinterpret_cast<const float*>(lse.data), order, all_tokens, begin, shape);
-    batch.parts.push_back(PartialAttention::from_lse(shape, {out.data + begin * row_bytes, shape.tokens * row_bytes},
-                                                     out.dtype, own, base, order, ranges_from(covers[i])));
-    batch.tokens.emplace_back();
+    batch.items.push_back({PartialAttention::from_lse(shape, {out.data + begin * row_bytes, shape.tokens * row_bytes},
+                                                      out.dtype, own, base, order, covers[i]),
+                           std::nullopt, false});
     begin += shape.tokens;
   }
-  if (begin == all_tokens && batch.parts.size() == covers.size()) return batch;
+  if (begin == all_tokens && batch.items.size() == covers.size()) return batch;
   throw_argument("out has " + std::to_string(all_tokens) + " query tokens, which are not those of query_tokens");
 }
 
-void check_mergeable(const PartialBatch& into, const PartialBatch& part) {
-  if (into.parts.size() != part.parts.size()) {
-    throw_argument("one part has " + std::to_string(into.parts.size()) + " sequences, another " +
-                   std::to_string(part.parts.size()));
+// REQUIRES: of one sequence.
+void check_mergeable(const PartialBatch::Item& a, const PartialBatch::Item& b, std::size_t sequence) {
+  if (a.tokens && b.tokens && *a.tokens != *b.tokens) {
+    throw_argument("sequence " + std::to_string(sequence) + " has " + std::to_string(*a.tokens) +
+                   " tokens in one part and " + std::to_string(*b.tokens) + " in another");
   }
-  for (std::size_t i = 0; i < into.parts.size(); ++i) {
-    if (!into.tokens[i] || !part.tokens[i] || *into.tokens[i] == *part.tokens[i]) continue;
-    throw_argument("sequence " + std::to_string(i) + " has " + std::to_string(*into.tokens[i]) +
-                   " tokens in one part and " + std::to_string(*part.tokens[i]) + " in another");
-  }
+  if (!a.ends_at_queries || b.part.covers().end() <= *a.tokens) return;
+  throw_argument("sequence " + std::to_string(sequence) + ": one part covers tokens up to " +
+                 std::to_string(b.part.covers().end()) + ", and in another the queries are the last of " +
+                 std::to_string(*a.tokens) + " tokens. Pass causal=False to attend for queries that stand behind them");
 }
 
 PartialBatch merge(const PartialBatch& self, const py::args& others) {
@@ -127,10 +131,18 @@ PartialBatch merge(const PartialBatch& self, const py::args& others) {
   const GilReleased released;
   PartialBatch merged = self;
   for (const PartialBatch* part : parts) {
-    check_mergeable(merged, *part);
-    for (std::size_t i = 0; i < merged.parts.size(); ++i) {
-      merged.parts[i].merge(part->parts[i]);
-      if (!merged.tokens[i]) merged.tokens[i] = part->tokens[i];
+    if (part->items.size() != merged.items.size()) {
+      throw_argument("one part has " + std::to_string(merged.items.size()) + " sequences, another " +
+                     std::to_string(part->items.size()));
+    }
+    for (std::size_t i = 0; i < merged.items.size(); ++i) {
+      PartialBatch::Item& into = merged.items[i];
+      const PartialBatch::Item& item = part->items[i];
+      check_mergeable(into, item, i);
+      check_mergeable(item, into, i);
+      into.part.merge(item.part);
+      if (!into.tokens) into.tokens = item.tokens;
+      into.ends_at_queries = into.ends_at_queries || item.ends_at_queries;
     }
   }
   return merged;
@@ -140,62 +152,83 @@ PartialBatch merge(const PartialBatch& self, const py::args& others) {
 std::vector<std::uint64_t> lengths_of(const PartialBatch& batch, const py::object& argument) {
   std::vector<std::uint64_t> lengths;
   if (argument.is_none()) {
-    for (std::size_t i = 0; i < batch.parts.size(); ++i) {
-      if (!batch.tokens[i]) {
+    for (std::size_t i = 0; i < batch.items.size(); ++i) {
+      if (!batch.items[i].tokens) {
         throw_argument("nothing says how many tokens sequence " + std::to_string(i) + " has: pass tokens=");
       }
-      lengths.push_back(*batch.tokens[i]);
+      lengths.push_back(*batch.items[i].tokens);
     }
     return lengths;
   }
   for (const py::object& item : items_from(argument, "tokens")) lengths.push_back(count_from(item, "tokens"));
-  if (lengths.size() != batch.parts.size()) {
+  if (lengths.size() != batch.items.size()) {
     throw_argument("tokens has " + std::to_string(lengths.size()) + " numbers for " +
-                   std::to_string(batch.parts.size()) + " sequences");
+                   std::to_string(batch.items.size()) + " sequences");
   }
   return lengths;
 }
 
-// Writes nothing unless every sequence is covered.
-void finish_into(const PartialBatch& batch, const std::vector<std::uint64_t>& lengths, DType dtype,
-                 std::span<std::byte> out) {
-  for (std::size_t i = 0; i < batch.parts.size(); ++i) batch.parts[i].check_covers(lengths[i]);
-  std::size_t at = 0;
-  for (std::size_t i = 0; i < batch.parts.size(); ++i) {
-    const std::size_t bytes = batch.parts[i].shape().values() * dtype_bytes(dtype);
-    batch.parts[i].finish(dtype, lengths[i], out.subspan(at, bytes));
-    at += bytes;
+// [query token, query head, dim]. Throws kState unless every sequence is covered.
+std::vector<std::byte> finished(const PartialBatch& batch, const std::vector<std::uint64_t>& lengths, DType dtype) {
+  std::size_t bytes = 0;
+  for (std::size_t i = 0; i < batch.items.size(); ++i) {
+    batch.items[i].part.check_covers(lengths[i]);
+    bytes += batch.items[i].part.shape().values() * dtype_bytes(dtype);
   }
+  std::vector<std::byte> out(bytes);
+  std::size_t at = 0;
+  for (std::size_t i = 0; i < batch.items.size(); ++i) {
+    const PartialAttention& part = batch.items[i].part;
+    const std::size_t own = part.shape().values() * dtype_bytes(dtype);
+    part.finish(dtype, lengths[i], std::span(out).subspan(at, own));
+    at += own;
+  }
+  return out;
+}
+
+// The tensor is taken again to be written: without the GIL another thread may have given its memory back.
+void write_to(const py::object& argument, const PartialBatch& batch, const std::vector<std::uint64_t>& lengths,
+              const py::object& dtype_argument) {
+  const std::array<std::int64_t, 3> dims = {query_tokens_of(batch), batch.heads, batch.head_dim};
+  const auto take = [&] {
+    CpuTensor out = cpu_tensor_from(argument, "out", /*writable=*/true);
+    check_shape(out, "out", dims, "[query token, query head, dim]");
+    return out;
+  };
+  const DType dtype = take().dtype;
+  if (!dtype_argument.is_none() && dtype_named(text_from(dtype_argument, "dtype")) != dtype) {
+    throw_argument(std::string("out is of ") + dtype_name(dtype) + ": leave dtype out, or pass the same");
+  }
+  std::vector<std::byte> result;
+  {
+    const GilReleased released;
+    result = finished(batch, lengths, dtype);
+  }
+  const CpuTensor out = take();
+  if (out.bytes != result.size()) throw_argument("out has changed while its content was computed");
+  if (!result.empty()) std::memcpy(out.data, result.data(), result.size());
 }
 
 py::object finish(const PartialBatch& batch, const py::object& dtype_argument, const py::object& tokens,
-                  const py::object& out_argument) {
+                  const py::object& out) {
   const std::vector<std::uint64_t> lengths = lengths_of(batch, tokens);
-  const PartialShape shape = batch.parts.empty() ? PartialShape() : batch.parts.front().shape();
-  const std::array<std::int64_t, 3> dims = {query_tokens_of(batch), shape.heads, shape.head_dim};
-  if (!out_argument.is_none()) {
-    const CpuTensor out = cpu_tensor_from(out_argument, "out", /*writable=*/true);
-    check_shape(out, "out", dims, "[query token, query head, dim]");
-    if (!dtype_argument.is_none() && dtype_named(text_from(dtype_argument, "dtype")) != out.dtype) {
-      throw_argument(std::string("out is of ") + dtype_name(out.dtype) + ": leave dtype out, or pass the same");
-    }
-    const GilReleased released;
-    finish_into(batch, lengths, out.dtype, {out.data, out.bytes});
-    return out_argument;
+  if (!out.is_none()) {
+    write_to(out, batch, lengths, dtype_argument);
+    return out;
   }
   const std::string_view name = dtype_argument.is_none() ? "float32" : text_from(dtype_argument, "dtype");
   const std::optional<DType> dtype = dtype_named(name);
   if (dtype != DType::kFloat32 && dtype != DType::kFloat16 && dtype != DType::kBfloat16) {
     throw_argument("dtype must be \"float32\", \"float16\" or \"bfloat16\"");
   }
-  const char* const numpy = dtype == DType::kFloat32 ? "float32" : dtype == DType::kFloat16 ? "float16" : "uint16";
-  py::array result(py::dtype(numpy), std::vector<py::ssize_t>(dims.begin(), dims.end()));
-  const std::span<std::byte> bytes(static_cast<std::byte*>(result.mutable_data()),
-                                   static_cast<std::size_t>(result.nbytes()));
+  std::vector<std::byte> content;
   {
     const GilReleased released;
-    finish_into(batch, lengths, *dtype, bytes);
+    content = finished(batch, lengths, *dtype);
   }
+  const char* const numpy = dtype == DType::kFloat32 ? "float32" : dtype == DType::kFloat16 ? "float16" : "uint16";
+  py::array result(py::dtype(numpy), std::vector<py::ssize_t>{query_tokens_of(batch), batch.heads, batch.head_dim});
+  if (!content.empty()) std::memcpy(result.mutable_data(), content.data(), content.size());
   return result;
 }
 
@@ -203,12 +236,13 @@ py::array_t<float> lse(const PartialBatch& batch, py::handle base_argument, py::
   const LseBase base = base_from(base_argument);
   const RowOrder order = order_from(order_argument);
   const auto tokens = static_cast<py::ssize_t>(query_tokens_of(batch));
-  const auto heads = static_cast<py::ssize_t>(batch.parts.empty() ? 0 : batch.parts.front().shape().heads);
+  const auto heads = static_cast<py::ssize_t>(batch.heads);
   const bool heads_first = order == RowOrder::kHeadsFirst;
   py::array_t<float> result(std::vector<py::ssize_t>(heads_first ? std::vector<py::ssize_t>{heads, tokens}
                                                                  : std::vector<py::ssize_t>{tokens, heads}));
   std::size_t begin = 0;
-  for (const PartialAttention& part : batch.parts) {
+  for (const PartialBatch::Item& item : batch.items) {
+    const PartialAttention& part = item.part;
     std::vector<float> rows(part.shape().rows());
     part.lse(base, order, rows);
     put_lse_rows(rows, order, static_cast<std::size_t>(tokens), begin, part.shape(), result.mutable_data());
@@ -219,9 +253,9 @@ py::array_t<float> lse(const PartialBatch& batch, py::handle base_argument, py::
 
 py::list covers(const PartialBatch& batch) {
   py::list all;
-  for (const PartialAttention& part : batch.parts) {
+  for (const PartialBatch::Item& item : batch.items) {
     py::list ranges;
-    for (const TokenRange& range : part.covers().ranges()) ranges.append(py::make_tuple(range.begin, range.end));
+    for (const TokenRange& range : item.part.covers().ranges()) ranges.append(py::make_tuple(range.begin, range.end));
     all.append(std::move(ranges));
   }
   return all;
@@ -229,8 +263,8 @@ py::list covers(const PartialBatch& batch) {
 
 py::object kernel(const PartialBatch& batch) {
   std::optional<KernelId> common;
-  for (const PartialAttention& part : batch.parts) {
-    const std::optional<KernelId> own = part.kernel();
+  for (const PartialBatch::Item& item : batch.items) {
+    const std::optional<KernelId> own = item.part.kernel();
     if (!own || (common && *common != *own)) return py::none();
     common = own;
   }
@@ -238,10 +272,10 @@ py::object kernel(const PartialBatch& batch) {
 }
 
 std::string repr(const PartialBatch& batch) {
-  std::string text = "<PartialAttention of " + std::to_string(batch.parts.size()) + " sequences";
-  if (batch.parts.size() == 1) {
+  std::string text = "<PartialAttention of " + std::to_string(batch.items.size()) + " sequences";
+  if (batch.items.size() == 1) {
     text = "<PartialAttention over tokens";
-    for (const TokenRange& range : batch.parts.front().covers().ranges()) {
+    for (const TokenRange& range : batch.items.front().part.covers().ranges()) {
       text += " [" + std::to_string(range.begin) + ", " + std::to_string(range.end) + ")";
     }
   }
@@ -284,7 +318,8 @@ Args:
     *others: Parts of the same sequences, in the same order.
 
 Raises:
-    ArgumentError: Two of them cover a token, or their sequences, query tokens or heads differ.)")
+    ArgumentError: Two of them cover a token, or their sequences, query tokens or heads differ; or one was computed for
+        several query tokens at the end of its tokens (``causal=True``), and another one covers tokens behind them.)")
       .def("finish", &finish, py::arg("dtype") = py::none(), py::kw_only(), py::arg("tokens") = py::none(),
            py::arg("out") = py::none(), R"(The result of the attention. Releases the GIL.
 
@@ -326,12 +361,12 @@ Raises:
       .def_property_readonly(
           "exact",
           [](const PartialBatch& batch) {
-            return std::all_of(batch.parts.begin(), batch.parts.end(),
-                               [](const PartialAttention& part) { return part.exact(); });
+            return std::all_of(batch.items.begin(), batch.items.end(),
+                               [](const PartialBatch::Item& item) { return item.part.exact(); });
           },
           "Whether the bits are the canonical ones.")
       .def_property_readonly("kernel", &kernel, "The kernel that computed all of it, or None.")
-      .def("__len__", [](const PartialBatch& batch) { return batch.parts.size(); })
+      .def("__len__", [](const PartialBatch& batch) { return batch.items.size(); })
       .def("__repr__", &repr);
 }
 

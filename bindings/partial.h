@@ -13,8 +13,16 @@
 namespace kvpool::bindings {
 
 struct PartialBatch {
-  std::vector<PartialAttention> parts;               // one for each sequence
-  std::vector<std::optional<std::uint64_t>> tokens;  // of each sequence, where it is known
+  struct Item {
+    PartialAttention part;
+    std::optional<std::uint64_t> tokens;  // of the sequence, where it is known
+    // The queries are the last ones of these tokens, and each row sees the tokens up to its own: no row may see a token
+    // behind them.
+    bool ends_at_queries = false;
+  };
+  std::uint32_t heads = 0;  // also of an empty batch
+  std::uint32_t head_dim = 0;
+  std::vector<Item> items;  // one for each sequence
 };
 
 // How many query tokens each sequence has: numbers, or None for one each. Raises ArgumentError for another number of

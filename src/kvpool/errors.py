@@ -107,6 +107,26 @@ class ArgumentError(Error, ValueError):
     kv_heads: int
     device: int  # the number of a GPU
     tp: int
+    layer: int  # of an attention, and
+    layers: int  # how many there are
+    query_heads: int
+    heads: int
+    head: int
+    head_dim: int
+    query_tokens: int
+    query_begin: int  # the position of the first query token
+    token: int
+    begin: int  # tokens [begin, end)
+    end: int
+    dtype: int
+    block: int
+    k_blocks: int
+    v_blocks: int
+    table_begin: int  # the position of a table's first token, and
+    table_tokens: int  # how many its blocks hold
+    row: int  # bytes of a token of a head, and
+    token_stride: int  # from one token to the next, and
+    head_stride: int  # from one head to the next
 
 
 class ArgumentTypeError(Error, TypeError):
@@ -159,6 +179,10 @@ class StateError(Error):
     cache: int  # the number of the other cache of a space
     errno: int
     incarnation: int
+    begin: int  # tokens [begin, end) that a result lacks
+    end: int
+    covered: int  # the end of the tokens that it covers, and
+    tokens: int  # those that it should cover
     device: int  # the GPU on which a CUDA graph is being captured
     driver_code: int  # and the CUDA driver's number
 
@@ -286,6 +310,9 @@ class Unsupported(Error):
     driver_code: int
     connections: int  # CUDA_DEVICE_MAX_CONNECTIONS
     nccl_code: int
+    address: int  # of a block that attention cannot read, and
+    position: int  # its position in the list
+    layer: int
     errno: int
 
 

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "kvpool/base/clock.h"
+#include "kvpool/sequences/attend_task.h"
 #include "kvpool/sequences/attender.h"
 #include "pool_fixture.h"
 #include "thrown.h"
@@ -158,7 +159,7 @@ TEST_CASE("attention over a batch reads the layer and the blocks of each sequenc
   fill_values(*pool, second, 1, 5.0F);
   const auto a = std::make_shared<Sequence>(*pool, first, 6);
   const auto b = std::make_shared<Sequence>(*pool, second, std::nullopt);
-  AttendTask task(*pool, request_of({a, b}, 1), attender.team());
+  AttendTask task(*pool, request_of({a, b}, 1), attender);
   CHECK(task.wait(monotonic_ns() + kSecondsNs));
   task.rethrow_if_failed();
   CHECK(task.tokens() == std::vector<std::uint64_t>{6, kPage});
@@ -174,7 +175,7 @@ TEST_CASE("closing a sequence lets no block go that attention still reads") {
   const Addresses addresses = alloc(*pool, 2);
   fill_values(*pool, addresses, 0, 2.0F);
   const auto sequence = std::make_shared<Sequence>(*pool, addresses, std::nullopt);
-  AttendTask task(*pool, request_of({sequence}), attender.team());
+  AttendTask task(*pool, request_of({sequence}), attender);
   sequence->close();
   pool->free(addresses.data(), 2);
   CHECK(free_blocks(*pool) == 0);
@@ -193,19 +194,19 @@ TEST_CASE("attention that is cancelled, dropped or refused lets its blocks go") 
   const Addresses addresses = alloc(*pool, 2);
   const auto sequence = std::make_shared<Sequence>(*pool, addresses, std::nullopt);
   {
-    AttendTask cancelled(*pool, request_of({sequence}), attender.team());
+    AttendTask cancelled(*pool, request_of({sequence}), attender);
     CHECK(cancelled.cancel());
     CHECK_FALSE(cancelled.cancel());
     CHECK(cancelled.wait(0));
     CHECK(code_of([&] { cancelled.rethrow_if_failed(); }) == ErrorCode::kCancelled);
-    const AttendTask dropped(*pool, request_of({sequence}), attender.team());
+    const AttendTask dropped(*pool, request_of({sequence}), attender);
   }
-  CHECK(code_of([&] { AttendTask(*pool, request_of({sequence}, 2), attender.team()); }) == ErrorCode::kArgument);
+  CHECK(code_of([&] { AttendTask(*pool, request_of({sequence}, 2), attender); }) == ErrorCode::kArgument);
   AttendRequest short_q = request_of({sequence, sequence});
   short_q.q.resize(short_q.q.size() / 2);
-  CHECK(code_of([&] { AttendTask(*pool, std::move(short_q), attender.team()); }) == ErrorCode::kArgument);
+  CHECK(code_of([&] { AttendTask(*pool, std::move(short_q), attender); }) == ErrorCode::kArgument);
   const auto other = make_attendable(2);
-  CHECK(code_of([&] { AttendTask(*other, request_of({sequence}), attender.team()); }) == ErrorCode::kNotOwner);
+  CHECK(code_of([&] { AttendTask(*other, request_of({sequence}), attender); }) == ErrorCode::kNotOwner);
   sequence->close();
   pool->free(addresses.data(), 2);
   CHECK(free_blocks(*pool) == 2);
@@ -218,7 +219,7 @@ TEST_CASE("attention is computed once when a thread of the pool and waiting thre
   const auto sequence = std::make_shared<Sequence>(*pool, addresses, std::nullopt);
   Attender attender(pool->executor(), 2);
   for (int round = 0; round < 50; ++round) {
-    const auto task = std::make_shared<AttendTask>(*pool, request_of({sequence}), attender.team());
+    const auto task = std::make_shared<AttendTask>(*pool, request_of({sequence}), attender);
     std::atomic<int> ended{0};
     const auto wait = [&] { ended += task->wait(monotonic_ns() + kSecondsNs) ? 1 : 0; };
     attender.start(task);
@@ -237,7 +238,7 @@ TEST_CASE("an Attender ends when the attention that it has begun has ended") {
     std::shared_ptr<AttendTask> task;
     {
       Attender attender(pool->executor(), 3);
-      task = std::make_shared<AttendTask>(*pool, request_of({sequence}), attender.team());
+      task = std::make_shared<AttendTask>(*pool, request_of({sequence}), attender);
       attender.start(task);
     }
     CHECK(task->done());
@@ -245,11 +246,35 @@ TEST_CASE("an Attender ends when the attention that it has begun has ended") {
   }
 }
 
+TEST_CASE("an Attender that is stopped waits for the attention that another thread computes") {
+  const auto pool = make_attendable(8);
+  const auto sequence = std::make_shared<Sequence>(*pool, alloc(*pool, 8), std::nullopt);
+  for (int round = 0; round < 50; ++round) {
+    Attender attender(pool->executor(), 1);
+    AttendTask task(*pool, request_of({sequence}), attender);
+    std::atomic<bool> waits{false};
+    std::thread other([&] {
+      waits = true;
+      task.wait(monotonic_ns() + kSecondsNs);
+    });
+    while (!waits) std::this_thread::yield();
+    attender.stop();  // either the computation has ended, or it does not begin
+    const std::vector<std::byte> nothing(2 * 4 * kPage * kDim * sizeof(float));
+    for (const Address address : sequence->addresses()) {
+      const Segment& segment = pool->arena(medium_of(address))->segments()[0];
+      std::memcpy(segment.base + block_of(address) * segment.stride, nothing.data(), segment.bytes);  // TSan watches
+    }
+    other.join();
+    CHECK((!error_of([&] { task.rethrow_if_failed(); }) ||
+           code_of([&] { task.rethrow_if_failed(); }) == ErrorCode::kClosed));
+  }
+}
+
 TEST_CASE("attention that has not begun when its pool is closed ends with that") {
   const auto pool = make_attendable(2);
   const auto sequence = std::make_shared<Sequence>(*pool, alloc(*pool, 1), std::nullopt);
   Attender attender(pool->executor(), 1);
-  AttendTask task(*pool, request_of({sequence}), attender.team());
+  AttendTask task(*pool, request_of({sequence}), attender);
   pool->close();
   CHECK(task.wait(monotonic_ns() + kSecondsNs));
   CHECK(code_of([&] { task.rethrow_if_failed(); }) == ErrorCode::kClosed);

@@ -12,6 +12,8 @@
 namespace kvpool {
 namespace {
 
+constexpr double kLog2E = 1.44269504088896340736;
+
 std::int64_t field(std::uint64_t value) noexcept { return static_cast<std::int64_t>(value); }
 
 // Says which layer is meant, and which item.
@@ -51,7 +53,8 @@ void check_kv(const AttendCall& call) {
                 {{"token_stride", field(kv.token_stride)}, {"row", field(row)}});
   refuse.unless(kv.head_stride >= row || kv.kv_heads == 1, "rows of two heads overlap",
                 {{"head_stride", field(kv.head_stride)}, {"row", field(row)}});
-  refuse.unless(!call.scale || std::isfinite(*call.scale), "the scale is not a finite number", {});
+  refuse.unless(!call.scale || std::isfinite(static_cast<float>(*call.scale * kLog2E)),
+                "the scale is not a finite number, or too large", {});
 }
 
 void check_item(const AttendCall& call, std::size_t index) {
@@ -61,6 +64,7 @@ void check_item(const AttendCall& call, std::size_t index) {
                 "there can be 1 to " + std::to_string(kQueryTokensMax) + " query tokens, not " +
                     std::to_string(item.query_tokens),
                 {{"query_tokens", item.query_tokens}, {"maximum", kQueryTokensMax}});
+  static_cast<void>(PartialAttention({item.query_tokens, call.query_heads, call.kv.head_dim}));  // throws: too many
   refuse.unless(item.query_begin <= kSequenceTokensMax, "the queries' position is too high",
                 {{"query_begin", field(item.query_begin)}, {"maximum", field(kSequenceTokensMax)}});
   refuse.unless(item.q != nullptr, "there are no queries", {});

@@ -149,14 +149,15 @@ PartialAttention PartialAttention::from_lse(const PartialShape& shape, std::span
     for (std::size_t token = 0; token < shape.tokens; ++token) {
       const std::size_t row = head * shape.tokens + token;
       const float given = lse[place_of(head, token, shape, order)];
-      if (std::isnan(given) || (std::isinf(given) && given > 0.0F)) {
+      const bool seen = given != kNothing;
+      const float max = seen ? to_base_two(given, base) : kNothing;
+      if (std::isnan(max) || (std::isinf(max) && seen)) {
         throw Error(ErrorCode::kArgument,
                     "lse of head " + std::to_string(head) + ", query token " + std::to_string(token) + " is " +
                         std::to_string(given) + "; a row that saw no token has -inf",
                     {{"head", field(head)}, {"token", field(token)}});
       }
-      const bool seen = given != kNothing;
-      rows.max[row] = seen ? to_base_two(given, base) : kNothing;
+      rows.max[row] = max;
       rows.sum[row] = seen ? 1.0F : 0.0F;
       const std::size_t from = place_of(head, token, shape, RowOrder::kTokensFirst) * shape.head_dim;
       if (seen) to_floats(dtype, &out[from * dtype_bytes(dtype)], shape.head_dim, rows.acc + row * shape.head_dim);

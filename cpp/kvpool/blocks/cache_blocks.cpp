@@ -317,10 +317,10 @@ void CacheBlocks::hold_for_reading(const Address* addresses, std::size_t n, std:
         ++readers;
         continue;
       }
-      const std::string why = readable ? "too many transfers read it" : block_state_name(state);
+      const std::string why = readable ? "too many transfers and sequences read it" : block_state_name(state);
       throw Error(ErrorCode::kState,
                   "address " + std::to_string(addresses[i]) + " (position " + std::to_string(i) +
-                      "): the block cannot be sent: " + why,
+                      "): the block cannot be sent or read: " + why,
                   {{"address", static_cast<std::int64_t>(addresses[i])}, {"position", static_cast<std::int64_t>(i)}});
     } catch (...) {
       for (std::size_t j = 0; j < i; ++j) --readers_[medium_of(addresses[j])][block_of(addresses[j])];

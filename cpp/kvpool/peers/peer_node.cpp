@@ -34,6 +34,7 @@ PeerNode::~PeerNode() {
 void PeerNode::close() noexcept { pool_->close(); }
 
 void PeerNode::on_pool_closing() noexcept {
+  attender_->stop();  // a thread that waits for attention may compute it, and is no thread of the pool
   const std::lock_guard lock(mutex_);
   closing_ = true;
   if (service_ != nullptr) service_->close();

@@ -8,11 +8,12 @@
 #include "kvpool/base/error.h"
 #include "kvpool/base/failure.h"
 #include "kvpool/pool/pool.h"
+#include "kvpool/sequences/attender.h"
 
 namespace kvpool {
 
-AttendTask::AttendTask(Pool& pool, AttendRequest&& request, const AttendTeam& team)
-    : pool_(pool), request_(std::move(request)), team_(team) {
+AttendTask::AttendTask(Pool& pool, AttendRequest&& request, Attender& attender)
+    : pool_(pool), attender_(attender), request_(std::move(request)) {
   pool.guard();
   Sequence::check_pool(pool);
   check(pool);
@@ -23,7 +24,7 @@ AttendTask::AttendTask(Pool& pool, AttendRequest&& request, const AttendTeam& te
   try {
     begin_readings();
     fill_tables();
-    plan_ = explain(call(), team_);
+    plan_ = explain(call(), attender_.team());
   } catch (...) {
     end_readings();
     throw;
@@ -136,8 +137,9 @@ void AttendTask::run() noexcept {
   Phase before = Phase::kWaiting;
   if (!phase_.compare_exchange_strong(before, Phase::kBegun)) return;
   std::optional<Error> failure = failure_of([&] {
+    const Attender::Computing computing(attender_);
     pool_.guard();
-    parts_ = attend(call(), team_);
+    parts_ = attend(call(), attender_.team());
   });
   end_readings();
   completion_.finish(std::move(failure));

@@ -22,6 +22,7 @@
 
 namespace kvpool {
 
+class Attender;
 class Pool;
 
 struct AttendSequence {
@@ -43,7 +44,7 @@ class AttendTask {
  public:
   // Holds the sequences' blocks until it has ended. Throws kArgument for numbers that do not fit the pool or each
   // other, kNotOwner for a sequence of another pool, kState for a closed one, kUnsupported as Sequence.
-  AttendTask(Pool& pool, AttendRequest&& request, const AttendTeam& team);
+  AttendTask(Pool& pool, AttendRequest&& request, Attender& attender);
   ~AttendTask();
   AttendTask(const AttendTask&) = delete;
   AttendTask& operator=(const AttendTask&) = delete;
@@ -64,6 +65,7 @@ class AttendTask {
   std::vector<PartialAttention> take_parts() noexcept { return std::exchange(parts_, {}); }
   // Of each sequence, when the task was made.
   const std::vector<std::uint64_t>& tokens() const noexcept { return tokens_; }
+  bool causal() const noexcept { return request_.causal; }
   const AttendPlan& plan() const noexcept { return plan_; }
 
   // For a thread of the pool: computes it if no thread has begun to.
@@ -78,8 +80,8 @@ class AttendTask {
   AttendCall call() const noexcept;
 
   Pool& pool_;
+  Attender& attender_;
   AttendRequest request_;
-  const AttendTeam team_;
   std::optional<LayerPlaces> places_;        // keeps the memory until the task has ended
   std::vector<Sequence::Reading> readings_;  // as many as have begun; empty once they have ended
   std::vector<const std::byte*> tables_;     // K and V of each sequence, one behind the other

@@ -1,16 +1,20 @@
-// The threads with which a pool computes attention: some that carry tasks out, and a team that they share.
+// The threads with which a pool computes attention: some that carry tasks out, and a team that they share. A thread
+// that waits for a task may compute it, too, so computations are counted: a pool that ends waits for all of them.
 //
 // Thread-safety: all of it.
 #pragma once
 
+#include <condition_variable>
 #include <memory>
+#include <mutex>
 
 #include "kvpool/attention/attend.h"
 #include "kvpool/exec/copy_threads.h"
 #include "kvpool/exec/executor.h"
-#include "kvpool/sequences/attend_task.h"
 
 namespace kvpool {
+
+class AttendTask;
 
 class Attender {
  public:
@@ -22,16 +26,33 @@ class Attender {
 
   AttendTeam team() noexcept { return {&team_.team(), threads_}; }
   // Computes the task in a thread of the pool, unless a waiting thread does so first. Throws std::bad_alloc, kFork.
-  void start(std::shared_ptr<AttendTask> task) {
-    tasks_.run(Priority::kDecode, [task = std::move(task)] { task->run(); });
-  }
+  void start(std::shared_ptr<AttendTask> task);
+
+  // One computation, in any thread.
+  class Computing {
+   public:
+    // Throws kClosed after stop().
+    explicit Computing(Attender& attender);
+    ~Computing();
+    Computing(const Computing&) = delete;
+    Computing& operator=(const Computing&) = delete;
+
+   private:
+    Attender& attender_;
+  };
+  // Returns when no computation is under way; none begins from now on. Idempotent.
+  void stop() noexcept;
 
  private:
   static constexpr int kTasksAtOnce = 4;
 
   const int threads_;
+  std::mutex mutex_;  // guards the next three
+  std::condition_variable ended_;
+  int computing_ = 0;
+  bool stopped_ = false;
   CopyThreads team_;
-  TaskClass tasks_;  // the last: its tasks use the team until they have ended
+  TaskClass tasks_;  // the last: its tasks use the others until they have ended
 };
 
 }  // namespace kvpool

@@ -5,8 +5,9 @@
 //      tokens       [0, T)   [T, 2T)   [2T, 3T)      T = block_tokens
 //      block           0        1         2          the last one may be filled in part
 //
-// A sequence holds its blocks for reading: blocks that are freed meanwhile are reused after it is closed, and cached
-// ones are neither evicted nor moved. It does not own them: who allocated them frees them.
+// A sequence holds its blocks for reading: blocks that are freed, evicted, moved or deleted meanwhile keep their
+// content where it is, and are reused after the sequence is closed. It does not own them: who allocated them frees
+// them.
 //
 // Thread-safety: all of it. Every method that throws has changed nothing.
 //

@@ -1,0 +1,31 @@
+#include "kvpool/sequences/attender.h"
+
+#include <utility>
+
+#include "kvpool/base/error.h"
+#include "kvpool/sequences/attend_task.h"
+
+namespace kvpool {
+
+void Attender::start(std::shared_ptr<AttendTask> task) {
+  tasks_.run(Priority::kDecode, [task = std::move(task)] { task->run(); });
+}
+
+Attender::Computing::Computing(Attender& attender) : attender_(attender) {
+  const std::lock_guard lock(attender_.mutex_);
+  if (attender_.stopped_) throw Error(ErrorCode::kClosed, "the pool was closed before the attention had begun");
+  ++attender_.computing_;
+}
+
+Attender::Computing::~Computing() {
+  const std::lock_guard lock(attender_.mutex_);
+  if (--attender_.computing_ == 0) attender_.ended_.notify_all();
+}
+
+void Attender::stop() noexcept {
+  std::unique_lock lock(mutex_);
+  stopped_ = true;
+  ended_.wait(lock, [this] { return computing_ == 0; });
+}
+
+}  // namespace kvpool
