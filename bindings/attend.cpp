@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <cstring>
 #include <memory>
 #include <optional>
 #include <string>
@@ -24,11 +23,13 @@
 #include "kvpool/sequences/sequence.h"
 #include "node.h"
 #include "partial.h"
-#include "service.h"
 #include "vectors.h"
+#include "work_handle.h"
 
 namespace kvpool::bindings {
 namespace {
+
+constexpr const char* kWork = "the attention";
 
 // Each keeps its pool, which goes after the other members.
 struct SequenceHandle {
@@ -38,7 +39,6 @@ struct SequenceHandle {
 struct AttendHandle {
   NodePointer node;
   std::shared_ptr<AttendTask> task;
-  std::uint32_t heads = 0;
   py::object result;  // once somebody has asked for it
 };
 
@@ -121,8 +121,7 @@ AttendHandle attend(const NodePointer& node, py::handle layer, const py::object&
   AttendRequest request = request_from(pool, layer, q, sequences, query_tokens, scale, causal);
   const GilReleased released;
   Attender& attender = node->attender();
-  const std::uint32_t heads = request.query_heads;
-  AttendHandle handle{node, std::make_shared<AttendTask>(pool, std::move(request), attender), heads, {}};
+  AttendHandle handle{node, std::make_shared<AttendTask>(pool, std::move(request), attender), {}};
   attender.start(handle.task);
   return handle;
 }
@@ -132,15 +131,8 @@ AttendTask& task_of(const AttendHandle& handle) {
   return *handle.task;
 }
 
-void await_end(const AttendHandle& handle, AttendTask& task, py::handle timeout) {
-  const std::int64_t until_ns = deadline_from(timeout, handle.node->timeout_ns());
-  if (task.done() || wait_interruptibly(until_ns, [&](std::int64_t slice) { return task.wait(slice); })) return;
-  PyErr_SetString(PyExc_TimeoutError, "the attention is still under way");
-  throw py::error_already_set();
-}
-
-PartialBatch batch_of(std::uint32_t heads, std::uint32_t head_dim, AttendTask& task) {
-  PartialBatch batch{heads, head_dim, {}};
+PartialBatch batch_of(AttendTask& task, std::uint32_t head_dim) {
+  PartialBatch batch{task.query_heads(), head_dim, {}};
   std::vector<PartialAttention> parts = task.take_parts();
   for (std::size_t i = 0; i < parts.size(); ++i) {
     const bool ends_at_queries = task.causal() && parts[i].shape().tokens > 1;
@@ -152,23 +144,18 @@ PartialBatch batch_of(std::uint32_t heads, std::uint32_t head_dim, AttendTask& t
 // The same object each time. The GIL orders the callers.
 py::object wait(AttendHandle& handle, py::handle timeout) {
   AttendTask& task = task_of(handle);
-  await_end(handle, task, timeout);
+  await_end(handle, task, timeout, kWork);
   task.rethrow_if_failed();
   if (!handle.result) {
-    handle.result = py::cast(batch_of(handle.heads, handle.node->pool().layout().format.head_dim, task));
+    handle.result = py::cast(batch_of(task, handle.node->pool().layout().format.head_dim));
   }
   return handle.result;
 }
 
 py::object exception(const AttendHandle& handle, py::handle timeout) {
   AttendTask& task = task_of(handle);
-  await_end(handle, task, timeout);
-  try {
-    task.rethrow_if_failed();
-  } catch (const Error& error) {
-    return exception_from(error);
-  }
-  return py::none();
+  await_end(handle, task, timeout, kWork);
+  return failure_as_exception(task);
 }
 
 const char* way_name(AttendWay way) {

@@ -14,12 +14,14 @@
 #include "kvpool/pool/pool.h"
 #include "kvpool/pool/swap_handle.h"
 #include "node.h"
-#include "service.h"
 #include "stream.h"
 #include "vectors.h"
+#include "work_handle.h"
 
 namespace kvpool::bindings {
 namespace {
+
+constexpr const char* kWork = "the swap";
 
 // Each keeps its pool, which goes after the swap.
 struct SwapOutHandle {
@@ -113,20 +115,11 @@ py::object result_of(SwapInHandle& handle) {
   return handle.result;
 }
 
-// Raises TimeoutError when the time comes before.
-template <class Handle>
-void await_end(const Handle& handle, Swap& swap, py::handle timeout) {
-  const std::int64_t until_ns = deadline_from(timeout, handle.node->timeout_ns());
-  if (swap.done() || wait_interruptibly(until_ns, [&](std::int64_t slice) { return swap.wait(slice); })) return;
-  PyErr_SetString(PyExc_TimeoutError, "the swap is still under way");
-  throw py::error_already_set();
-}
-
 template <class Handle>
 py::object wait(py::object self, py::handle timeout) {
   const auto& handle = self.cast<const Handle&>();
   Swap& swap = swap_of(handle);
-  await_end(handle, swap, timeout);
+  await_end(handle, swap, timeout, kWork);
   swap.rethrow_if_failed();
   return self;
 }
@@ -134,13 +127,8 @@ py::object wait(py::object self, py::handle timeout) {
 template <class Handle>
 py::object exception(const Handle& handle, py::handle timeout) {
   Swap& swap = swap_of(handle);
-  await_end(handle, swap, timeout);
-  try {
-    swap.rethrow_if_failed();
-  } catch (const Error& error) {
-    return exception_from(error);
-  }
-  return py::none();
+  await_end(handle, swap, timeout, kWork);
+  return failure_as_exception(swap);
 }
 
 template <class Handle>

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "fake_driver.h"
 #include "kvpool/base/clock.h"
 #include "kvpool/sequences/attend_task.h"
 #include "kvpool/sequences/attender.h"
@@ -111,6 +112,32 @@ TEST_CASE("attention cannot read raw blocks, or element types without a kernel")
   const auto bytes = std::make_shared<Pool>(options);
   CHECK(code_of([&] { Sequence(*bytes, alloc(*bytes, 1), std::nullopt); }) == ErrorCode::kUnsupported);
 }
+
+#ifdef KVPOOL_FAKE_CUDA
+TEST_CASE("of a pool on a GPU attention reads the blocks in DRAM and refuses those on the GPU") {
+  const FakeCuda cuda;
+  PoolOptions options = attendable(2, 2);
+  options.device = 0;
+  options.pin_dram = true;
+  const auto pool = std::make_shared<Pool>(options);
+  Addresses mixed = alloc(*pool, 1, Medium::kDram);
+  fill_values(*pool, mixed, 0, 4.0F);
+  Sequence sequence(*pool, mixed, std::nullopt);
+  mixed.push_back(alloc(*pool, 1, Medium::kHbm)[0]);
+  const auto error = error_of([&] { Sequence(*pool, mixed, std::nullopt); });
+  REQUIRE(error);
+  CHECK(error->code() == ErrorCode::kUnsupported);
+  CHECK(code_of([&] { sequence.append({&mixed[1], 1}, std::nullopt); }) == ErrorCode::kUnsupported);
+  pool->free(&mixed[1], 1);
+  CHECK(free_blocks(*pool) == 2);  // the refused ones are not held
+  Attender attender(pool->executor(), 1);
+  const auto in_dram = std::make_shared<Sequence>(*pool, sequence.addresses(), std::nullopt);
+  AttendTask task(*pool, request_of({in_dram}), attender);
+  CHECK(task.wait(monotonic_ns() + kSecondsNs));
+  task.rethrow_if_failed();
+  CHECK(finished(task).front() == std::vector<float>(2 * kDim, 4.0F));
+}
+#endif
 
 TEST_CASE("a layer's K and V are found in every block of both tiers") {
   const auto pool = make_attendable(3, 3);

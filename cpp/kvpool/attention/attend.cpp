@@ -12,8 +12,6 @@
 namespace kvpool {
 namespace {
 
-constexpr double kLog2E = 1.44269504088896340736;
-
 std::int64_t field(std::uint64_t value) noexcept { return static_cast<std::int64_t>(value); }
 
 // Says which layer is meant, and which item.
@@ -53,8 +51,7 @@ void check_kv(const AttendCall& call) {
                 {{"token_stride", field(kv.token_stride)}, {"row", field(row)}});
   refuse.unless(kv.head_stride >= row || kv.kv_heads == 1, "rows of two heads overlap",
                 {{"head_stride", field(kv.head_stride)}, {"row", field(row)}});
-  refuse.unless(!call.scale || std::isfinite(static_cast<float>(*call.scale * kLog2E)),
-                "the scale is not a finite number, or too large", {});
+  refuse.unless(std::isfinite(scale_log2e(call)), "the scale is not a finite number, or too large", {});
 }
 
 void check_item(const AttendCall& call, std::size_t index) {

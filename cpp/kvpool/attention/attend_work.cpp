@@ -16,11 +16,6 @@ constexpr double kLog2E = 1.44269504088896340736;
 constexpr std::uint64_t kTasksPerThread = 2;     // of heads: they are alike, but threads may not be
 constexpr std::uint64_t kSubtreesPerThread = 8;  // subtrees end anywhere, and cost little: more of them even out better
 
-float scale_of(const AttendCall& call) noexcept {
-  const double scale = call.scale ? static_cast<double>(*call.scale) : 1.0 / std::sqrt(call.kv.head_dim);
-  return static_cast<float>(scale * kLog2E);
-}
-
 AttendWay way_of(std::uint64_t tokens, const AttendSettings& settings) noexcept {
   if (tokens <= settings.heads_tokens_max) return AttendWay::kHeads;
   return tokens <= settings.leaves_tokens_max ? AttendWay::kLeaves : AttendWay::kLeavesAndMerges;
@@ -30,12 +25,17 @@ std::uint64_t divided_up(std::uint64_t a, std::uint64_t b) noexcept { return (a 
 
 }  // namespace
 
+float scale_log2e(const AttendCall& call) noexcept {
+  const double scale = call.scale ? static_cast<double>(*call.scale) : 1.0 / std::sqrt(call.kv.head_dim);
+  return static_cast<float>(scale * kLog2E);
+}
+
 AttendWork::AttendWork(const AttendCall& call, const AttentionKernel& kernel, const AttendTeam& team,
                        const AttendSettings& settings)
     : call_(call),
       kernel_(kernel),
       team_(team.team),
-      scale_log2e_(scale_of(call)),
+      scale_log2e_(scale_log2e(call)),
       group_(call.query_heads / call.kv.kv_heads) {
   plan_.kernel = kernel.id;
   plan_.threads = team.team == nullptr ? 1 : std::max(team.threads, 1);

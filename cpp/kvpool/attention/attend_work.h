@@ -18,6 +18,9 @@
 
 namespace kvpool {
 
+// The factor of scores in base 2. REQUIRES: head_dim > 0.
+float scale_log2e(const AttendCall& call) noexcept;
+
 class AttendWork {
  public:
   // REQUIRES: the call was checked, and outlives this.

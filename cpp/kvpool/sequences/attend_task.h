@@ -66,6 +66,7 @@ class AttendTask {
   // Of each sequence, when the task was made.
   const std::vector<std::uint64_t>& tokens() const noexcept { return tokens_; }
   bool causal() const noexcept { return request_.causal; }
+  std::uint32_t query_heads() const noexcept { return request_.query_heads; }
   const AttendPlan& plan() const noexcept { return plan_; }
 
   // For a thread of the pool: computes it if no thread has begun to.

@@ -1,8 +1,8 @@
 #include "kvpool/sequences/sequence.h"
 
+#include <algorithm>
 #include <string>
 
-#include "kvpool/arena/arena.h"
 #include "kvpool/attention/kernel.h"
 #include "kvpool/base/error.h"
 #include "kvpool/pool/peer_claims.h"
@@ -21,13 +21,7 @@ Sequence::Sequence(Pool& pool, std::span<const Address> addresses, std::optional
   check_pool(pool_);
   tokens_ = tokens.value_or(addresses.size() * std::uint64_t{pool_.layout().block_tokens});
   check_tokens(tokens_, addresses.size());
-  pool_.for_peers().hold_for_reading(addresses.data(), addresses.size(), kApplication);
-  try {
-    check_readable(addresses);
-  } catch (...) {
-    pool_.for_peers().release_reading(addresses.data(), addresses.size());
-    throw;
-  }
+  hold(addresses);
 }
 
 void Sequence::check_pool(const Pool& pool) {
@@ -50,13 +44,7 @@ void Sequence::append(std::span<const Address> addresses, std::optional<std::uin
   const std::uint64_t written = tokens.value_or(tokens_);
   check_tokens(written, addresses_.size() + addresses.size());
   addresses_.reserve(addresses_.size() + addresses.size());
-  pool_.for_peers().hold_for_reading(addresses.data(), addresses.size(), kApplication);
-  try {
-    check_readable(addresses);
-  } catch (...) {
-    pool_.for_peers().release_reading(addresses.data(), addresses.size());
-    throw;
-  }
+  hold(addresses);
   addresses_.insert(addresses_.end(), addresses.begin(), addresses.end());
   tokens_ = written;
 }
@@ -118,19 +106,18 @@ void Sequence::check_tokens(std::uint64_t tokens, std::size_t blocks) const {
               {{"tokens", static_cast<std::int64_t>(tokens)}, {"capacity", static_cast<std::int64_t>(capacity)}});
 }
 
-// REQUIRES: they are held, so each names a block of this pool.
-void Sequence::check_readable(std::span<const Address> addresses) const {
-  for (const Medium medium : kMedia) {
-    const std::shared_ptr<Arena> arena = pool_.arenas()[medium];
-    if (arena == nullptr || !arena->on_device()) continue;
-    for (std::size_t i = 0; i < addresses.size(); ++i) {
-      if (medium_of(addresses[i]) != medium) continue;
-      throw Error(ErrorCode::kUnsupported,
-                  "address " + std::to_string(addresses[i]) + " (position " + std::to_string(i) +
-                      "): the block is on a GPU, whose memory attention on the CPU cannot read",
-                  {{"address", static_cast<std::int64_t>(addresses[i])}, {"position", static_cast<std::int64_t>(i)}});
-    }
-  }
+void Sequence::hold(std::span<const Address> addresses) const {
+  PeerClaims& claims = pool_.for_peers();
+  claims.hold_for_reading(addresses.data(), addresses.size(), kApplication);
+  if (!pool_.on_device()) return;
+  const auto on_gpu = std::ranges::find(addresses, Medium::kHbm, medium_of);
+  if (on_gpu == addresses.end()) return;
+  claims.release_reading(addresses.data(), addresses.size());
+  const auto position = on_gpu - addresses.begin();
+  throw Error(ErrorCode::kUnsupported,
+              "address " + std::to_string(*on_gpu) + " (position " + std::to_string(position) +
+                  "): the block is on a GPU, whose memory attention on the CPU cannot read",
+              {{"address", static_cast<std::int64_t>(*on_gpu)}, {"position", position}});
 }
 
 // REQUIRES: mutex_ is held.

@@ -70,7 +70,7 @@ class Sequence {
  private:
   void check_open() const;
   void check_tokens(std::uint64_t tokens, std::size_t blocks) const;
-  void check_readable(std::span<const Address> addresses) const;
+  void hold(std::span<const Address> addresses) const;  // all or none
   void release_if_unread() noexcept;
 
   Pool& pool_;
