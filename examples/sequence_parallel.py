@@ -31,7 +31,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from instance import Instance, Reply, Server, Tokens
+from instance import Reply, Server, Tokens
+from process import Instance
 
 if TYPE_CHECKING:
     from rich.console import Console

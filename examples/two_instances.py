@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from instance import Delivery, Instance, Reply, Tokens
+    from instance import Delivery, Reply, Tokens
+    from process import Instance
     from rich.console import Console
 
     import kvpool
@@ -106,7 +107,8 @@ def main() -> int:
 
 
 def tell_story(story: Story, arguments: argparse.Namespace, running: contextlib.ExitStack) -> None:
-    from instance import Instance
+    from instance import Server
+    from process import Instance
 
     # The secret is made for this run: processes that do not know it cannot connect.
     settings: dict[str, Any] = {"secret": secrets.token_hex(32)}
@@ -117,7 +119,7 @@ def tell_story(story: Story, arguments: argparse.Namespace, running: contextlib.
     address = "tcp:127.0.0.1:0" if arguments.tcp else f"unix:@kvpool-demo-{os.getpid()}"
 
     def start(name: str) -> Instance:
-        instance = Instance(name, **settings)
+        instance = Instance(name, Server, **settings)
         running.callback(instance.close)
         return instance
 

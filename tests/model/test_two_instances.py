@@ -21,8 +21,9 @@ if importlib.util.find_spec("torch") is None:
 pytest.importorskip("rich")
 
 import two_instances
-from instance import Instance, Server
+from instance import Server
 from kit import LONG, ctrl_c_works
+from process import Instance
 from rich.console import Console
 
 import kvpool
