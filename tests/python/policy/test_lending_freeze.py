@@ -83,3 +83,46 @@ def test_only_members_of_a_cycle_agree_and_each_has_a_term():
         lending.Freezes(4).agree(freeze(ledger), ledger, 0.0)
     with pytest.raises(ArgumentError, match="2 terms for 3 members"):
         lending.Freeze(CYCLE, (1, 1), 0, 1.0)
+
+
+def test_a_request_that_arrives_twice_freezes_nothing_anew():
+    ledger, freezes = members(), lending.Freezes(3)
+    assert freezes.agree(freeze(ledger, 5), ledger, 0.0)
+    freezes.brought(1, 5, 3)
+    assert freezes.agree(freeze(ledger, 5, 99.0), ledger, 0.0)
+    assert freezes.frozen(3, 1, ledger, 0.0) == 5
+    assert freezes.frozen(3, 1, ledger, 10.0) == 0
+    assert not freezes.agree(freeze(ledger, 5, 99.0), ledger, 10.0)
+
+
+def test_a_freeze_that_was_lifted_is_not_agreed_to_again():
+    ledger, freezes = members(), lending.Freezes(3)
+    assert freezes.agree(freeze(ledger, 5), ledger, 0.0)
+    freezes.lift(1, 5)
+    assert not freezes.agree(freeze(ledger, 5), ledger, 0.0)
+    assert not freezes.agree(freeze(ledger, 4), ledger, 0.0)
+    assert freezes.agree(freeze(ledger, 6), ledger, 0.0)
+    freezes.lift(1, 6)
+    ledger.take(row(1, term=2))  # the coordinator counts anew
+    assert freezes.agree(freeze(ledger, 0), ledger, 0.0)
+
+
+def test_a_number_is_for_one_cycle_only():
+    ledger, freezes = members(), lending.Freezes(3)
+    assert freezes.agree(freeze(ledger, 5), ledger, 0.0)
+    assert not freezes.agree(freeze(ledger, 5, settlement=lending.Settlement((1, 3), 8)), ledger, 0.0)
+
+
+@pytest.mark.parametrize("expires", [float("inf"), float("nan")])
+def test_a_freeze_that_never_ends_cannot_be_made(expires):
+    with pytest.raises(ArgumentError, match="never comes"):
+        freeze(members(), expires=expires)
+
+
+def test_impossible_numbers_are_refused():
+    ledger, freezes = members(), lending.Freezes(3)
+    freezes.agree(freeze(ledger, 5), ledger, 0.0)
+    with pytest.raises(ArgumentError, match="came home"):
+        freezes.brought(1, 5, -3)
+    with pytest.raises(ArgumentError, match="the term"):
+        lending.Freeze(CYCLE, (1, -1, 1), 0, 1.0)

@@ -221,3 +221,37 @@ def test_a_borrower_needs_whole_blocks(blocks):
         drawn(ledger_of(row(1)), blocks=blocks)
     with pytest.raises(ArgumentError, match="needs"):
         lending.Search(1, blocks, seed=0)
+
+
+def test_a_correction_can_be_ended_without_a_row():
+    ledger = ledger_of(row(1, 100))
+    ledger.correct(1, 0)
+    assert ledger.lendable(1) == 0
+    ledger.forgive(1)
+    assert ledger.lendable(1) == 80
+    ledger.forgive(9)
+
+
+@pytest.mark.parametrize("changes", [{"blocks": lending.BLOCKS_MAX + 1}, {"debts": {2: lending.BLOCKS_MAX, 3: 1}}])
+def test_a_row_of_more_blocks_than_any_member_has_is_refused(changes):
+    """The sums over all members must not overflow."""
+    with pytest.raises(ArgumentError, match="no member has more"):
+        row(1, **changes)
+
+
+@pytest.mark.parametrize(
+    ("near", "room", "place", "member"),
+    [(1e308, 300.0, 0, 3), (1.0, 1e300, 2, 2), (5e-324, 1.0, 0, 4), (5e-324, 0.0, 0, 4)],
+)
+def test_extreme_weights_neither_overflow_nor_tie(near, room, place, member):
+    ledger = ledger_of(row(1), row(2, 40), row(3, 80), row(4, 80, host="b"))
+    weights = lending.Weights(near, room)
+    assert {drawn(ledger, seed=seed, weights=weights)[place] for seed in range(20)} == {member}
+
+
+def test_dice_that_show_0_draw_too():
+    class Zero(Random):
+        def random(self):
+            return 0.0
+
+    assert lending.candidates(ledger_of(row(1), row(2)), 1, 10, Zero()) == (2,)

@@ -142,3 +142,22 @@ def test_a_payback_of_impossible_numbers_is_refused():
     for arguments in ({"room": -1}, {"room": 1, "leaf": 6}, {"room": 1, "wanted": {1: -1}}):
         with pytest.raises(ArgumentError):
             lending.plan_payback([], **arguments)
+
+
+def test_what_the_neediest_creditor_wants_comes_before_older_loans_of_others():
+    """Paying back may stop anywhere, so the order counts."""
+    loans = [Loan("old", 3, 0, 8, since=1), Loan("b", 2, 0, 8, since=2), Loan("c", 1, 0, 8, since=3)]
+    found = lending.plan_payback(loans, 24, {1: 8, 2: 3}, leaf=4)
+    assert found == (Payback("c", 1, 0, 8), Payback("b", 2, 0, 8), Payback("old", 3, 0, 8))
+    assert lending.plan_payback(loans, 24, {1: 0}, leaf=4)[0].sequence == "old"
+
+
+@pytest.mark.parametrize("loan", [("a", 0, 0, 1, 0), ("a", 1, -1, 1, 0), ("a", 1, 0, 0, 0), ("a", 1, 0, True, 0)])
+def test_a_loan_of_impossible_numbers_is_refused(loan):
+    with pytest.raises(ArgumentError, match="sequence 'a'"):
+        Loan(*loan)
+
+
+def test_two_sequences_of_one_name_are_refused():
+    with pytest.raises(ArgumentError, match="one name"):
+        plan([Held("a", 9, [(0, 9)]), Held("a", 9, [(0, 9)])], 4, {1: 50})

@@ -12,6 +12,7 @@ from policy.lending_kit import DEBTS, best_circulation, has_cycle, net_of
 
 from kvpool import ArgumentError, OutOfBlocks
 from kvpool.policy import lending
+from kvpool.policy.lending.cycles import components
 
 
 def flat(rounds):
@@ -190,6 +191,8 @@ def test_the_steps_of_a_cycle_never_need_more_room_than_there_is(ids, count, blo
         ({(1, 2): -1}, 1, "the debt of 1 to 2"),
         ({(1, 2): 1}, 0, "least number"),
         ({(1, 2): 1.5}, 1, "whole number"),
+        ({(0, 2): 1}, 1, "a debtor"),
+        ({(1, "2"): 1}, 1, "a creditor"),
     ],
 )
 def test_debts_that_cannot_be_are_refused(debts, least, text):
@@ -197,7 +200,7 @@ def test_debts_that_cannot_be_are_refused(debts, least, text):
         lending.settle(debts, least)
 
 
-@pytest.mark.parametrize(("members", "blocks"), [((1,), 1), ((1, 2, 1), 1), ((2, 1), 1), ((1, 2), 0)])
+@pytest.mark.parametrize(("members", "blocks"), [((1,), 1), ((0, 2), 1), ((1, 2, 1), 1), ((2, 1), 1), ((1, 2), 0)])
 def test_what_is_no_settlement_cannot_be_made(members, blocks):
     with pytest.raises(ArgumentError):
         lending.Settlement(members, blocks)
@@ -206,3 +209,20 @@ def test_what_is_no_settlement_cannot_be_made(members, blocks):
 def test_a_settlement_that_takes_more_than_a_debt_has_is_refused():
     with pytest.raises(ArgumentError, match="a debt of 3"):
         lending.settled({(1, 2): 5, (2, 1): 3}, [lending.Settlement((1, 2), 4)])
+
+
+def test_debts_that_would_overflow_are_refused():
+    huge = 1 << 59
+    with pytest.raises(ArgumentError, match="are allowed"):
+        lending.settle({(1, 2): huge, (2, 1): huge, (1, 3): 1})
+    assert check({(1, 2): huge, (2, 1): huge}, 1) == 2 * huge
+
+
+@given(st.integers(1, 9), st.sets(st.tuples(st.integers(0, 8), st.integers(0, 8)), max_size=30))
+def test_components_are_the_members_that_reach_each_other(members, pairs):
+    out = [[end for begin, end in sorted(pairs) if begin == at and end < members] for at in range(members)]
+    reach = [{at} for at in range(members)]
+    for _ in range(members):
+        reach = [set.union(own, *(reach[other] for other in out[at])) for at, own in enumerate(reach)]
+    together = {frozenset(b for b in range(members) if b in reach[a] and a in reach[b]) for a in range(members)}
+    assert sorted(components(out)) == sorted(sorted(each) for each in together if len(each) > 1)

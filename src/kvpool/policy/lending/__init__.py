@@ -19,7 +19,7 @@ docs/internals/lending.md says why the settlements keep what they promise.
 
 from kvpool.policy.lending.candidates import CANDIDATES, Search, Weights, candidates
 from kvpool.policy.lending.freeze import Freeze, Freezes, freeze_of
-from kvpool.policy.lending.ledger import PUBLISHED_PART, Debts, Ledger, Row, worth_publishing
+from kvpool.policy.lending.ledger import BLOCKS_MAX, PUBLISHED_PART, Debts, Ledger, Row, worth_publishing
 from kvpool.policy.lending.offload import (
     LEAF_BLOCKS,
     Held,
@@ -33,6 +33,7 @@ from kvpool.policy.lending.offload import (
 from kvpool.policy.lending.settle import Settlement, Step, settle, settled, steps
 
 __all__ = [
+    "BLOCKS_MAX",
     "CANDIDATES",
     "LEAF_BLOCKS",
     "PUBLISHED_PART",

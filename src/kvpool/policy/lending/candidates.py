@@ -20,6 +20,7 @@ from kvpool.policy.lending.ledger import Ledger
 __all__ = ["CANDIDATES", "Search", "Weights", "candidates"]
 
 CANDIDATES: Final = 3
+_SMALLEST: Final = 2.0**-54  # below each other value of the dice that is not 0
 
 
 @dataclass(frozen=True)
@@ -69,11 +70,11 @@ def candidates(
         lendable = ledger.lendable(row.member)
         if row.member == borrower or row.member in without or lendable < blocks:
             continue
-        weight = lendable**weights.room
+        weight = weights.room * log(lendable)  # all as logarithms: powers of large numbers overflow
         if own is not None and row.host == own.host:
-            weight *= weights.near
-        # The largest of u ** (1 / weight), u uniform, are a weighted draw without replacement (Efraimidis, Spirakis).
-        drawn.append((log(1.0 - dice.random()) / weight, row.member))
+            weight += log(weights.near)
+        # The largest of log(weight) - log(-log(u)), u uniform, are a weighted draw without replacement (Gumbel).
+        drawn.append((weight - log(-log(dice.random() or _SMALLEST)), row.member))
     return tuple(member for _, member in nlargest(CANDIDATES, drawn))
 
 

@@ -8,6 +8,7 @@ that dies between two steps holds nobody up, and what was brought home until the
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import isfinite
 
 from kvpool.errors import ArgumentError
 from kvpool.policy.fields import count_of
@@ -34,10 +35,14 @@ class Freeze:
     expires: float
 
     def __post_init__(self) -> None:
-        """Raises ArgumentError if there is not a term for each member."""
+        """Raises ArgumentError if there is not a term for each member, or it would never end."""
         count_of(self.number, "the number of a freeze", 0)
         if len(self.terms) != len(self.settlement.members):
             raise ArgumentError(f"{len(self.terms)} terms for {len(self.settlement.members)} members")
+        for term in self.terms:
+            count_of(term, "the term of a member", 0)
+        if not isfinite(self.expires):
+            raise ArgumentError(f"a freeze expires at {self.expires}, which never comes")
 
     def void(self, ledger: Ledger, now: float) -> str:
         """Why it does not count any more; "" while it counts."""
@@ -81,11 +86,14 @@ class Freezes:
         """None yet, for this member."""
         self._member = member
         self._freeze: Freeze | None = None
+        self._latest: dict[int, tuple[int, int]] = {}  # term and number of each coordinator's latest freeze
 
     def agree(self, freeze: Freeze, ledger: Ledger, now: float) -> bool:
         """Agrees to a freeze, unless it is void or another one counts.
 
-        A later freeze of the same coordinator replaces its earlier one; the same one again is agreed to again.
+        A later freeze of the same coordinator replaces its earlier one. The present one again is agreed to again, and
+        stays as it is: blocks that have come home since are not frozen anew. One that has ended is not agreed to again:
+        requests may arrive late and twice.
 
         Raises:
             ArgumentError: This member is not on the cycle.
@@ -95,10 +103,14 @@ class Freezes:
         if freeze.void(ledger, now):
             return False
         held = self.current(ledger, now)
-        if held is not None and (
-            held.settlement.coordinator != freeze.settlement.coordinator or held.number > freeze.number
-        ):
+        coordinator = freeze.settlement.coordinator
+        if held is not None and held.settlement.coordinator != coordinator:
             return False
+        this = (freeze.terms[0], freeze.number)
+        latest = self._latest.get(coordinator, (-1, -1))
+        if this <= latest:
+            return held is not None and this == latest and held.settlement.members == freeze.settlement.members
+        self._latest[coordinator] = this
         self._freeze = freeze
         return True
 
@@ -115,6 +127,7 @@ class Freezes:
 
     def brought(self, coordinator: int, number: int, blocks: int) -> None:
         """Notes that so many blocks of a frozen debt have come home; the freeze is lifted when that is all."""
+        count_of(blocks, "the blocks that came home", 0)
         held = self._freeze
         if held is not None and (held.settlement.coordinator, held.number) == (coordinator, number):
             self._freeze = held.after(blocks)

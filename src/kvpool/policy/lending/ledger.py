@@ -15,12 +15,16 @@ from kvpool.errors import ArgumentError
 from kvpool.policy.fields import count_of, text_of
 from kvpool.types import Medium
 
-__all__ = ["PUBLISHED_PART", "Debts", "Ledger", "Row", "worth_publishing"]
+__all__ = ["BLOCKS_MAX", "PUBLISHED_PART", "Debts", "Ledger", "Row", "worth_publishing"]
 
 # Blocks that each debtor has at each creditor, by (debtor, creditor).
 Debts = Mapping[tuple[int, int], int]
 
 PUBLISHED_PART: Final = 0.05
+
+# More blocks than any member can have. Rows come from other machines: a wrong one must not overflow the sums of all.
+BLOCKS_MAX: Final = 1 << 40
+
 _LATEST: Final = 1 << 62
 
 
@@ -62,6 +66,9 @@ class Row:
         for creditor, blocks in self.debts.items():
             count_of(creditor, f"a creditor in {who}", 1)
             count_of(blocks, f"the debt to {creditor} in {who}", 1)
+        for what, blocks in (("blocks", self.blocks), ("blocks owed", sum(self.debts.values()))):
+            if blocks > BLOCKS_MAX:
+                raise ArgumentError(f"{who} says {blocks} {what}; no member has more than {BLOCKS_MAX}")
         if self.member in self.debts:
             raise ArgumentError(f"{who} says that it owes blocks to itself")
         if self.free_blocks + self.lent > self.blocks:
@@ -126,8 +133,16 @@ class Ledger:
             self._latest[member] = (row.term, _LATEST)
         self._corrected.pop(member, None)
 
+    def forgive(self, member: int) -> None:
+        """Forgets what refusals of a member had said.
+
+        A member that has room again publishes no row if it stands where it stood in its last one. So a correction must
+        not count for ever: the caller ends it after a while.
+        """
+        self._corrected.pop(member, None)
+
     def correct(self, member: int, lendable: int) -> None:
-        """Notes what a creditor answered: it can lend no more than this. Counts until its next row."""
+        """Notes what a creditor answered: it can lend no more than this. Counts until its next row, or `forgive`."""
         count_of(lendable, f"what member {member} can lend", 0)
         if member in self._rows:
             self._corrected[member] = min(lendable, self.lendable(member))

@@ -74,6 +74,12 @@ class Loan:
     blocks: int
     since: int
 
+    def __post_init__(self) -> None:
+        """Raises ArgumentError for blocks that no sequence has."""
+        count_of(self.creditor, f"a creditor of sequence {self.sequence!r}", 1)
+        count_of(self.first, f"the first block of a loan of sequence {self.sequence!r}", 0)
+        count_of(self.blocks, f"the blocks of a loan of sequence {self.sequence!r}", 1)
+
 
 @dataclass(frozen=True)
 class Payback:
@@ -103,13 +109,15 @@ def plan_offload(
         tail: So many last blocks of each sequence stay at home; at least 1.
 
     Raises:
-        ArgumentError: `leaf` is no power of two, or a number is out of range.
+        ArgumentError: `leaf` is no power of two, a number is out of range, or two sequences have one name.
     """
     count_of(need, "the blocks that are needed", 0)
     count_of(tail, "the blocks of a tail", 1)
     _check_leaf(leaf)
     left = {creditor: count_of(blocks, f"the room at {creditor}", 0) for creditor, blocks in sorted(room.items())}
     order = sorted(held, key=lambda each: (not each.creditors, -sum(end - first for first, end in each.home)))
+    if len({each.sequence for each in order}) != len(order):
+        raise ArgumentError("two sequences have one name: their blocks would go twice")
     using = [set(each.creditors) for each in order]
     taken: list[set[int]] = [set() for _ in order]  # blocks that go
     groups: list[tuple[int, Offload]] = []
@@ -153,7 +161,7 @@ def plan_payback(
     wants = {creditor: count_of(n, f"what {creditor} wants", 0) for creditor, n in (wanted or {}).items()}
     oldest = sorted(loans, key=lambda loan: loan.since)
     ends = [loan.first + loan.blocks for loan in oldest]  # what has not come home ends here
-    found: dict[int, int] = {}  # where the part that comes home begins
+    found: dict[int, int] = {}  # where the part that comes home begins; in the order in which the parts come
 
     def bring(at: int, most: int) -> int:
         """Brings home at most so many blocks of a loan; how many do come."""
@@ -174,9 +182,8 @@ def plan_payback(
     for at, loan in enumerate(oldest):
         room -= bring(at, loan.blocks)
     return tuple(
-        Payback(loan.sequence, loan.creditor, found[at], loan.first + loan.blocks - found[at])
-        for at, loan in sorted(enumerate(oldest), key=lambda each: each[1].creditor not in (wanted or {}))
-        if at in found
+        Payback(loan.sequence, loan.creditor, begin, loan.first + loan.blocks - begin)
+        for loan, begin in ((oldest[at], begin) for at, begin in found.items())
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from kvpool.errors import ArgumentError, OutOfBlocks
 from kvpool.policy.fields import count_of
@@ -16,6 +17,9 @@ from kvpool.policy.lending.cycles import components, peel
 from kvpool.policy.lending.ledger import Debts
 
 __all__ = ["Settlement", "Step", "settle", "settled", "steps"]
+
+# All debts: their sums are computed in 63 bits. The rows of all members that a cluster can have say less.
+_ALL_MAX: Final = 1 << 60
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,8 @@ class Settlement:
         """Raises ArgumentError if it is not a cycle, or does not begin with the smallest id."""
         if len(self.members) < 2 or len(set(self.members)) != len(self.members):
             raise ArgumentError(f"members {self.members} are not on a cycle")
+        for member in self.members:
+            count_of(member, "a member of a cycle", 1)
         if self.members[0] != min(self.members):
             raise ArgumentError(f"members {self.members} do not begin with the smallest id")
         count_of(self.blocks, "the blocks of a settlement", 1)
@@ -79,13 +85,18 @@ def settle(debts: Debts, least: int = 1, work: int = WORK) -> list[list[Settleme
         work: How many edges of the graph may be looked at in search of the optimum.
 
     Raises:
-        ArgumentError: A debt is negative, or owed to the debtor itself; `least` is below 1.
+        ArgumentError: A debt is negative, or owed to the debtor itself; all debts are more than 2 ** 60 blocks; an id
+            or `least` is below 1.
     """
     count_of(least, "the least number of blocks", 1)
     for (debtor, creditor), blocks in debts.items():
+        count_of(debtor, "a debtor", 1)
+        count_of(creditor, "a creditor", 1)
         count_of(blocks, f"the debt of {debtor} to {creditor}", 0)
         if debtor == creditor:
             raise ArgumentError(f"member {debtor} owes blocks to itself")
+    if sum(debts.values()) > _ALL_MAX:
+        raise ArgumentError(f"debts of {sum(debts.values())} blocks; {_ALL_MAX} are allowed")
     amounts = {pair: debts[pair] for pair in sorted(debts) if debts[pair] >= least}
     cancelled = {
         pair: times * least
