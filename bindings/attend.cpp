@@ -1,4 +1,6 @@
 // Sequences, and attention over them.
+#include "kvpool/distributed/attend.h"
+
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -17,12 +19,12 @@
 #include "cpu_tensor.h"
 #include "gil.h"
 #include "kvpool/base/failure.h"
+#include "kvpool/distributed/sequence.h"
 #include "kvpool/pool/pool.h"
-#include "kvpool/sequences/attend_task.h"
-#include "kvpool/sequences/attender.h"
-#include "kvpool/sequences/sequence.h"
+#include "kvpool/sequences/sequence_blocks.h"
 #include "node.h"
 #include "partial.h"
+#include "service.h"
 #include "vectors.h"
 #include "work_handle.h"
 
@@ -38,7 +40,7 @@ struct SequenceHandle {
 };
 struct AttendHandle {
   NodePointer node;
-  std::shared_ptr<AttendTask> task;
+  std::shared_ptr<Attend> task;
   py::object result;  // once somebody has asked for it
 };
 
@@ -55,19 +57,56 @@ Sequence& sequence_of(const SequenceHandle& handle) {
   return *handle.sequence;
 }
 
-SequenceHandle make_sequence(const NodePointer& node, const py::object& addresses_argument, py::handle tokens) {
+SequenceHandle make_sequence(const NodePointer& node, const py::object& addresses_argument, py::handle tokens,
+                             py::handle timeout) {
   const std::vector<Address> addresses = addresses_from(addresses_argument).copy();
-  return {node, std::make_shared<Sequence>(node->pool(), addresses, tokens_written(tokens))};
+  const std::optional<std::uint64_t> written = tokens_written(tokens);
+  const std::int64_t deadline = deadline_from(timeout, node->timeout_ns());
+  return {node, call_interruptibly([&](const GivenUp& given_up) {
+            return std::make_shared<Sequence>(*node, addresses, written, Waiting(deadline, given_up));
+          })};
 }
 
-void append(const SequenceHandle& handle, const py::object& addresses_argument, py::handle tokens) {
+void append(const SequenceHandle& handle, const py::object& addresses_argument, py::handle tokens, py::handle timeout) {
   const std::vector<Address> addresses = addresses_from(addresses_argument).copy();
-  sequence_of(handle).append(addresses, tokens_written(tokens));
+  const std::optional<std::uint64_t> written = tokens_written(tokens);
+  const std::int64_t deadline = deadline_from(timeout, handle.node->timeout_ns());
+  Sequence& sequence = sequence_of(handle);
+  call_interruptibly([&](const GivenUp& given_up) { sequence.append(addresses, written, {deadline, given_up}); });
+}
+
+py::array_t<Address> replace(const SequenceHandle& handle, py::handle first_block, const py::object& addresses_argument,
+                             py::handle timeout) {
+  const std::vector<Address> addresses = addresses_from(addresses_argument).copy();
+  const std::size_t first = count_from(first_block, "first_block");
+  const std::int64_t deadline = deadline_from(timeout, handle.node->timeout_ns());
+  Sequence& sequence = sequence_of(handle);
+  const std::vector<Address> old = call_interruptibly(
+      [&](const GivenUp& given_up) { return sequence.replace(first, addresses, {deadline, given_up}); });
+  return to_array(old.data(), old.size());
+}
+
+// Token ranges as a list of tuples.
+py::list ranges_as_list(const std::vector<TokenRange>& ranges) {
+  py::list list;
+  for (const TokenRange& range : ranges) list.append(py::make_tuple(range.begin, range.end));
+  return list;
 }
 
 py::array_t<Address> addresses_of(const SequenceHandle& handle) {
   const std::vector<Address> addresses = sequence_of(handle).addresses();
   return to_array(addresses.data(), addresses.size());
+}
+
+// By position; 0 for blocks of this pool.
+py::array_t<std::int64_t> instances_of(const SequenceHandle& handle) {
+  const std::vector<Address> addresses = sequence_of(handle).addresses();
+  const std::uint32_t own = handle.node->pool().instance();
+  py::array_t<std::int64_t> instances(static_cast<py::ssize_t>(addresses.size()));
+  std::ranges::transform(addresses, instances.mutable_data(), [own](Address address) {
+    return instance_of(address) == own ? 0 : std::int64_t{instance_of(address)};
+  });
+  return instances;
 }
 
 // ---- attention
@@ -86,10 +125,10 @@ std::optional<float> scale_from(const py::object& argument) {
   return static_cast<float>(scale);
 }
 
-AttendRequest request_from(const Pool& pool, py::handle layer, const py::object& q_argument,
-                           const py::object& sequences_argument, const py::object& query_tokens_argument,
-                           const py::object& scale, py::handle causal) {
-  AttendRequest request;
+Attend::Request request_from(const Pool& pool, py::handle layer, const py::object& q_argument,
+                             const py::object& sequences_argument, const py::object& query_tokens_argument,
+                             const py::object& scale, py::handle causal) {
+  Attend::Request request;
   const std::size_t layer_number = count_from(layer, "layer");
   request.layer = static_cast<std::uint32_t>(std::min<std::size_t>(layer_number, UINT32_MAX));
   request.scale = scale_from(scale);
@@ -114,24 +153,22 @@ AttendRequest request_from(const Pool& pool, py::handle layer, const py::object&
 }
 
 AttendHandle attend(const NodePointer& node, py::handle layer, const py::object& q, const py::object& sequences,
-                    const py::object& query_tokens, const py::object& scale, py::handle causal) {
+                    const py::object& query_tokens, const py::object& scale, py::handle causal, py::handle timeout) {
   Pool& pool = node->pool();
   pool.guard();
-  Sequence::check_pool(pool);
-  AttendRequest request = request_from(pool, layer, q, sequences, query_tokens, scale, causal);
+  SequenceBlocks::check_pool(pool);
+  Attend::Request request = request_from(pool, layer, q, sequences, query_tokens, scale, causal);
+  const std::int64_t deadline = deadline_from(timeout, node->timeout_ns());
   const GilReleased released;
-  Attender& attender = node->attender();
-  AttendHandle handle{node, std::make_shared<AttendTask>(pool, std::move(request), attender), {}};
-  attender.start(handle.task);
-  return handle;
+  return {node, Attend::start(*node, std::move(request), deadline), {}};
 }
 
-AttendTask& task_of(const AttendHandle& handle) {
+Attend& task_of(const AttendHandle& handle) {
   handle.node->pool().guard_process();
   return *handle.task;
 }
 
-PartialBatch batch_of(AttendTask& task, std::uint32_t head_dim) {
+PartialBatch batch_of(Attend& task, std::uint32_t head_dim) {
   PartialBatch batch{task.query_heads(), head_dim, {}};
   std::vector<PartialAttention> parts = task.take_parts();
   for (std::size_t i = 0; i < parts.size(); ++i) {
@@ -141,11 +178,26 @@ PartialBatch batch_of(AttendTask& task, std::uint32_t head_dim) {
   return batch;
 }
 
+// What it has failed with; of a lost peer, with the tokens that are lost.
+py::object failure_of_task(const Attend& task) {
+  py::object failure = failure_as_exception(task);
+  const std::vector<Attend::Lost> lost = failure.is_none() ? std::vector<Attend::Lost>() : task.lost();
+  if (lost.empty()) return failure;
+  py::list list;
+  for (const Attend::Lost& one : lost) list.append(py::make_tuple(one.position, ranges_as_list(one.ranges)));
+  failure.attr("lost") = list;
+  return failure;
+}
+
 // The same object each time. The GIL orders the callers.
 py::object wait(AttendHandle& handle, py::handle timeout) {
-  AttendTask& task = task_of(handle);
+  Attend& task = task_of(handle);
   await_end(handle, task, timeout, kWork);
-  task.rethrow_if_failed();
+  const py::object failure = failure_of_task(task);
+  if (!failure.is_none()) {
+    PyErr_SetObject(py::type::handle_of(failure).ptr(), failure.ptr());
+    throw py::error_already_set();
+  }
   if (!handle.result) {
     handle.result = py::cast(batch_of(task, handle.node->pool().layout().format.head_dim));
   }
@@ -153,9 +205,9 @@ py::object wait(AttendHandle& handle, py::handle timeout) {
 }
 
 py::object exception(const AttendHandle& handle, py::handle timeout) {
-  AttendTask& task = task_of(handle);
+  Attend& task = task_of(handle);
   await_end(handle, task, timeout, kWork);
-  return failure_as_exception(task);
+  return failure_of_task(task);
 }
 
 const char* way_name(AttendWay way) {
@@ -171,10 +223,12 @@ const char* way_name(AttendWay way) {
 }
 
 py::tuple plan_of(const AttendHandle& handle) {
-  const AttendPlan& plan = task_of(handle).plan();
+  const Attend::Plan& plan = task_of(handle).plan();
   py::list items;
-  for (const AttendPlan::Item& item : plan.items) {
-    items.append(py::make_tuple(way_name(item.way), item.head_groups, item.nodes));
+  for (const Attend::SequencePlan& one : plan.sequences) {
+    py::list there;
+    for (const auto& [peer, tokens] : one.there) there.append(py::make_tuple(peer, tokens));
+    items.append(py::make_tuple(way_name(one.here.way), one.here.head_groups, one.here.nodes, py::tuple(there)));
   }
   return py::make_tuple(kernel_name(plan.kernel), plan.threads, items);
 }
@@ -183,24 +237,51 @@ void bind_sequence(py::module_& module) {
   py::class_<SequenceHandle>(module, "KVSequence",
                              R"(The KV cache of one sequence: which block holds which of its tokens.
 
-Made by `Pool.sequence`. It holds its blocks but does not own them: blocks that are freed, evicted, swapped or deleted
-meanwhile keep their content where it is, and are reused only after ``close()``. Use it in a ``with``, or close it.
-Thread-safe.
+Made by `Pool.sequence`. Its blocks may lie in this pool and in pools of peers, in any order. It holds them but does not
+own them: blocks that are freed, evicted, swapped or deleted meanwhile keep their content where it is, and are reused
+only after ``close()``. Use it in a ``with``, or close it. Thread-safe.
 
 Attributes:
     addrs: uint64 array with the address of each block.
+    instances: int64 array with the instance that owns each block; 0: this pool.
+    lost: List of (begin, end): written tokens whose blocks are lost with their peers. Compute their K and V again, and
+        `replace` the blocks.
     tokens: How many tokens have been written. Assign it when the engine has written more, or has rejected some.
         ArgumentError if the blocks hold fewer; StateError when the sequence is closed.
     closed: Whether close() was called.)")
-      .def("append", &append, py::arg("addrs"), py::arg("tokens") = py::none(), R"(Adds blocks behind the last one.
+      .def("append", &append, py::arg("addrs"), py::arg("tokens") = py::none(), py::kw_only(),
+           py::arg("timeout") = py::none(), R"(Adds blocks behind the last one.
 
 Args:
     addrs: Addresses; uint64 array, buffer, or list.
     tokens: How many tokens have been written now; None: as many as before.
+    timeout: Seconds that peers have; None: the setting ``timeout_s``.
 
 Raises:
     StateError: The sequence is closed.
-    StaleAddress, NotOwner, Unsupported, ArgumentError: As `Pool.sequence`. Nothing was added.)")
+    StaleAddress, NotOwner, Unsupported, ArgumentError, PeerLost, DeadlineExceeded, Busy: As `Pool.sequence`. Nothing
+        was added.)")
+      .def("replace", &replace, py::arg("first_block"), py::arg("addrs"), py::kw_only(),
+           py::arg("timeout") = py::none(),
+           R"(Puts other blocks, with the same content, in the place of those from a block on.
+
+Attention that begins later reads the new blocks; what has begun goes on to read the old ones, which keep their content
+until it has ended. All or nothing.
+
+Args:
+    first_block: Which block of the sequence the first address replaces; the others follow.
+    addrs: Addresses of the new blocks.
+    timeout: As in append.
+
+Returns:
+    uint64 array with the addresses that stood there. They are yours: free what nothing else needs.
+
+Raises:
+    ArgumentError: The sequence has fewer blocks.
+    StateError, StaleAddress, NotOwner, Unsupported, PeerLost, DeadlineExceeded, Busy: As append.)")
+      .def_property_readonly(
+          "lost", [](const SequenceHandle& handle) { return ranges_as_list(sequence_of(handle).lost()); },
+          "List of (begin, end): written tokens whose blocks are lost with their peers.")
       .def_property(
           "tokens", [](const SequenceHandle& handle) { return sequence_of(handle).tokens(); },
           [](const SequenceHandle& handle, py::handle tokens) {
@@ -208,12 +289,17 @@ Raises:
           },
           "How many tokens have been written.")
       .def_property_readonly("addrs", &addresses_of, "uint64 array with the address of each block.")
+      .def_property_readonly("instances", &instances_of,
+                             "int64 array with the instance that owns each block; 0: this pool.")
       .def_property_readonly(
           "closed", [](const SequenceHandle& handle) { return sequence_of(handle).closed(); },
           "Whether close() was called.")
       .def(
           "close", [](const SequenceHandle& handle) { sequence_of(handle).close(); },
           "Lets the blocks go, at once or when no attention reads them any longer. Idempotent.")
+      .def_property_readonly(
+          "_block_tokens", [](const SequenceHandle& handle) { return handle.node->pool().layout().block_tokens; })
+      .def_property_readonly("_pool", [](const SequenceHandle& handle) { return handle.node; })
       .def("__enter__", [](const py::object& self) { return self; })
       .def("__exit__", [](const SequenceHandle& handle, const py::args&) { sequence_of(handle).close(); })
       .def("__repr__", [](const SequenceHandle& handle) {
@@ -242,16 +328,21 @@ Returns:
 Raises:
     TimeoutError: ``timeout`` passed; the computation goes on.
     Cancelled: By cancel().
-    ClosedError: The pool was closed before it began.)")
+    ClosedError: The pool was closed before it began.
+    PeerLost: A peer that had some of the blocks is lost. Its attribute ``lost`` says what went with it: a list of
+        (position of the sequence in the batch, [(begin, end), ...]), in tokens.
+    StaleAddress: A peer has recalled some of the blocks.
+    Busy: A peer computes for too many calls already; ``retry_after_us`` says when to try again.
+    DeadlineExceeded: A peer did not answer in time.)")
       .def(
           "done", [](const AttendHandle& handle) { return task_of(handle).done(); },
           "Whether it has ended, one way or another. Does not wait.")
       .def(
           "cancel", [](const AttendHandle& handle) { return task_of(handle).cancel(); },
-          R"(Ends it with Cancelled, which is possible until it begins to compute. Does not wait.
+          R"(Ends it with Cancelled, unless this pool computes its part just now. Does not wait.
 
 Returns:
-    False when it has begun, or ended; then nothing changes.)")
+    False when it computes, or has ended; then nothing changes.)")
       .def("exception", &exception, py::arg("timeout") = py::none(),
            R"(Waits until it is done, and returns the exception that wait() would raise, or None on success.
 
@@ -275,24 +366,32 @@ void bind_attend(py::module_& module, PoolClass& pool) {
   bind_partial(module);
   bind_sequence(module);
   bind_handle(module);
-  pool.def("sequence", &make_sequence, py::arg("addrs"), py::arg("tokens") = py::none(),
+  pool.def("sequence", &make_sequence, py::arg("addrs"), py::arg("tokens") = py::none(), py::kw_only(),
+           py::arg("timeout") = py::none(),
            R"(A sequence whose KV cache is in these blocks, for `attend`.
 
-The sequence holds the blocks, which stay the caller's: free them as before, best after the sequence is closed.
+The sequence holds the blocks, which stay the caller's: free them as before, best after the sequence is closed. Peers
+hold theirs for it, and are told once which they are. Releases the GIL.
 
 Args:
-    addrs: One address for each block, in the order of the tokens; blocks in HBM and in DRAM may be mixed.
+    addrs: One address for each block, in the order of the tokens. Blocks in HBM and in DRAM, of this pool and of peers,
+        may be mixed: those that a peer has lent, and cached ones.
     tokens: How many tokens have been written, from the first on. None: as many as the blocks hold.
+    timeout: Seconds that peers have; None: the setting ``timeout_s``.
 
 Raises:
     Unsupported: Attention cannot read them: blocks of a GPU, of ranks, of a RawLayout, or an element type without a
         kernel (float32, float16, bfloat16 and float8_e4m3fn have one).
-    StaleAddress, NotOwner, StateError: One was freed, is another instance's, or is being written by a transfer; or it
-        was freed, and something still reads it.
+    StaleAddress, NotOwner, StateError: One was freed, is of an instance that is no peer, or is being written by a
+        transfer; or it was freed, and something still reads it.
+    PeerLost, DeadlineExceeded, Busy: A peer is gone, did not answer in time, or has too many views open.
     ArgumentError: The blocks hold fewer tokens than `tokens`, or one is no address.)")
       .def("attend", &attend, py::arg("layer"), py::arg("q"), py::arg("seqs"), py::kw_only(),
            py::arg("query_tokens") = py::none(), py::arg("scale") = py::none(), py::arg("causal") = true,
+           py::arg("timeout") = py::none(),
            R"(Attention of one layer over sequences, on the CPU, where their blocks are. Does not wait.
+
+Of blocks that lie with peers, the peers compute the part: the query goes there, and the part comes back.
 
 For decoding: up to 16 query tokens a sequence. Longer chunks of a prompt are faster with the engine's own kernel, whose
 result joins by `PartialAttention.from_lse`. K and V of the query tokens must have been written before the call; blocks
@@ -309,6 +408,7 @@ Args:
     scale: Of the scores; None: 1 / sqrt(head_dim).
     causal: Whether a query token sees only the tokens up to its own. False: it sees all, as queries do that stand behind
         all tokens of the sequence, when the part will be merged with one over their own tokens.
+    timeout: Seconds that peers have; None: the setting ``timeout_s``.
 
 Returns:
     An Attend. Its wait() gives the PartialAttention, whose finish() gives the output.

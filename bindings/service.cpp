@@ -55,6 +55,7 @@ std::vector<std::string> start_service(PeerNode& node, const py::object& setting
   options.transfers_max = setting<std::uint32_t>(settings, "transfers_max");
   options.reserved_max = setting<std::uint32_t>(settings, "reserved_max");
   options.received_max = setting<std::uint32_t>(settings, "received_max");
+  options.attend_lent_max = setting<std::uint32_t>(settings, "attend_lent_max");
   const GilReleased released;
   return (joins_cluster ? node.start_service(options) : node.prepare_service(options)).notes();
 }

@@ -21,7 +21,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tools.planted_list import BUGS, Bug
+from tools.planted_kit import Bug
+from tools.planted_list import BUGS
 
 __all__ = ["Outcome", "caught_by", "main", "planted", "update_copy"]
 

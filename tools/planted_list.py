@@ -9,56 +9,27 @@ still fits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
-__all__ = ["BUGS", "Bug", "Build"]
+from tools.planted_attention import ATTENTION_BUGS
+from tools.planted_kit import Bug, in_cpp, in_python
 
-Build = Literal["address", "thread", "python"]
-
-
-@dataclass(frozen=True)
-class Bug:
-    """One bug.
-
-    Attributes:
-        name: For the command line.
-        floor: The folder below cpp/kvpool or src/kvpool that it is in.
-        failure: What it would do.
-        edits: In each file the text, which stands there once, and what takes its place.
-        tests: Files of tests/cpp, by their names; for Python paths below tests.
-        build: What sees it: AddressSanitizer's build, ThreadSanitizer's, or the Python tests.
-    """
-
-    name: str
-    floor: str
-    failure: str
-    edits: tuple[tuple[str, str, str], ...]
-    tests: tuple[str, ...]
-    build: Build = "address"
-
-
-def _cpp(file: str, old: str, new: str) -> tuple[tuple[str, str, str], ...]:
-    return ((f"cpp/kvpool/{file}", old, new),)
-
-
-def _python(file: str, old: str, new: str) -> tuple[tuple[str, str, str], ...]:
-    return ((f"src/kvpool/{file}", old, new),)
-
+__all__ = ["BUGS"]
 
 BUGS: Final[tuple[Bug, ...]] = (
+    *ATTENTION_BUGS,
     Bug(
         "run-of-sources",
         "base",
         "neighbours are copied as one piece though their destinations are apart: wrong bytes, reported as success",
-        _cpp("base/strips.cpp", " && place_of(to[run]) == target + run) ++run;", ") ++run;"),
+        in_cpp("base/strips.cpp", " && place_of(to[run]) == target + run) ++run;", ") ++run;"),
         ("strips_test.cpp", "block_copy_test.cpp"),
     ),
     Bug(
         "overlap-of-one-byte",
         "arena",
         "an engine's memory whose pieces share a byte is adopted: two blocks write to it",
-        _cpp(
+        in_cpp(
             "arena/adopted.cpp",
             "const Wide high = distance + Wide{b.bytes} - 1;",
             "const Wide high = distance + Wide{b.bytes} - 2;",
@@ -66,82 +37,10 @@ BUGS: Final[tuple[Bug, ...]] = (
         ("adopted_test.cpp",),
     ),
     Bug(
-        "nothing-with-nothing",
-        "attention",
-        "a row that saw no token in two parts becomes NaN when they are merged",
-        _cpp(
-            "attention/merge_rows.cpp",
-            "return own_max == kNothing ? 0.0F : exp2_of_difference(own_max - max);",
-            "return exp2_of_difference(own_max - max);",
-        ),
-        ("attention_partial_test.cpp",),
-    ),
-    Bug(
-        "natural-lse",
-        "attention",
-        "the natural logarithm that an engine passes on is taken for a binary one: parts are weighted wrongly",
-        _cpp(
-            "attention/partial.cpp",
-            "return base == LseBase::kTwo ? lse : static_cast<float>(static_cast<double>(lse) / kLn2);",
-            "return base == LseBase::kTwo ? lse : lse;",
-        ),
-        ("attention_partial_test.cpp",),
-    ),
-    Bug(
-        "part-twice",
-        "attention",
-        "a part that arrives twice counts twice: a plausible, wrong result",
-        _cpp(
-            "attention/token_range.cpp",
-            "if (count > 0 && ascending[count - 1].overlaps(range)) refuse_shared(ascending[count - 1], range);",
-            "if (count > 1 && ascending[count - 1].overlaps(range)) refuse_shared(ascending[count - 1], range);",
-        ),
-        ("attention_partial_test.cpp",),
-    ),
-    Bug(
-        "unwritten-tail",
-        "attention",
-        "tokens behind the last one of a sequence are read: what their memory held before shows in the result",
-        _cpp(
-            "attention/leaf_kernel.h",
-            "for (int i = 0; i < tile.tokens; ++i) {",
-            "for (int i = 0; i < kTileTokens; ++i) {",
-        )
-        + _cpp(
-            "attention/leaf_kernel.h",
-            "for (int i = tile.tokens; i < kTileTokens; ++i) {",
-            "for (int i = kTileTokens; i < kTileTokens; ++i) {",
-        )
-        + _cpp(
-            "attention/leaf_kernel.h",
-            "static_cast<int>(end - tile.begin) : tile.tokens;",
-            "static_cast<int>(end - tile.begin) : kTileTokens;",
-        ),
-        ("attention_kernel_test.cpp",),
-    ),
-    Bug(
-        "maximum-not-carried",
-        "attention",
-        "what was accumulated is not scaled down when a later token has a higher score",
-        _cpp(
-            "attention/leaf_kernel.h",
-            "const typename V::F weight = exp2_of<V>(V::set(old - tile_max));",
-            "const typename V::F weight = exp2_of<V>(V::set(old - old));",
-        ),
-        ("attention_kernel_test.cpp",),
-    ),
-    Bug(
-        "values-are-keys",
-        "attention",
-        "V is read where K lies",
-        _cpp("attention/attend_work.cpp", "job.v_offset = kv.v_offset;", "job.v_offset = kv.k_offset;"),
-        ("attention_kernel_test.cpp",),
-    ),
-    Bug(
         "stale-address",
         "blocks",
         "an address that outlived its block is taken for the block's new owner's (1)",
-        _cpp(
+        in_cpp(
             "blocks/block_store.cpp",
             "return generation(block) == generation_of(address) ? AddressFault::kNone : AddressFault::kStale;",
             "return AddressFault::kNone;",
@@ -152,7 +51,7 @@ BUGS: Final[tuple[Bug, ...]] = (
         "lone-block-lost",
         "blocks",
         "what is left of a run is forgotten when it is one block: the pool shrinks",
-        _cpp(
+        in_cpp(
             "blocks/free_set.cpp",
             "if (n < length) link(head + n, length - n);",
             "if (n + 1 < length) link(head + n, length - n);",
@@ -163,7 +62,7 @@ BUGS: Final[tuple[Bug, ...]] = (
         "reused-before-read",
         "blocks",
         "the first of two transfers that ends frees a block which the other still reads (1)",
-        _cpp(
+        in_cpp(
             "blocks/cache_blocks.cpp",
             "if (--readers > 0 || blocks.state(block)",
             "--readers;\n    if (blocks.state(block)",
@@ -174,7 +73,7 @@ BUGS: Final[tuple[Bug, ...]] = (
         "half-free-block",
         "blocks",
         "a block is taken while another cache of the space still has one of its units",
-        _cpp(
+        in_cpp(
             "blocks/cache_blocks.cpp",
             "if (first < end && taken.any((end - 1) * block_units_, block_units_)) --end;",
             "",
@@ -185,7 +84,7 @@ BUGS: Final[tuple[Bug, ...]] = (
         "one-address-two-caches",
         "blocks",
         "two caches of a space give out the same address",
-        _cpp(
+        in_cpp(
             "blocks/block_space.cpp",
             "range.first = number * width + 1 +",
             "range.first = 1 +",
@@ -214,14 +113,14 @@ BUGS: Final[tuple[Bug, ...]] = (
         "pinned-erased",
         "index",
         "a prompt that one request still uses is deleted under it",
-        _cpp("index/prompt_index.cpp", "if (top->payload.pins > 0) {  // P1", "if (top->payload.pins > 1) {  // P1"),
+        in_cpp("index/prompt_index.cpp", "if (top->payload.pins > 0) {  // P1", "if (top->payload.pins > 1) {  // P1"),
         ("prompt_index_test.cpp", "prompt_index_fuzz_test.cpp"),
     ),
     Bug(
         "copy-before-caller",
         "cuda",
         "a copy does not wait for the kernels that write its source",
-        _cpp(
+        in_cpp(
             "cuda/order.cpp", "if (result == kCudaNotReady) return false;", "if (result == kCudaNotReady) return true;"
         ),
         ("device_order_test.cpp", "device_mover_test.cpp"),
@@ -230,14 +129,14 @@ BUGS: Final[tuple[Bug, ...]] = (
         "unfair-queue",
         "exec",
         "one peer with much to do keeps all others waiting (12)",
-        _cpp("exec/fair_queue.cpp", "turns.order.splice(turns.order.end(), turns.order, turns.order.begin());", ";"),
+        in_cpp("exec/fair_queue.cpp", "turns.order.splice(turns.order.end(), turns.order, turns.order.begin());", ";"),
         ("fair_queue_test.cpp",),
     ),
     Bug(
         "tag-of-content-unchecked",
         "net",
         "content that was changed on its way is taken for good",
-        _cpp(
+        in_cpp(
             "net/frame_reader.cpp",
             "theirs.empty() || equal_secret(tag.data(), theirs.data(), theirs.size());",
             "theirs.empty() || equal_secret(tag.data(), tag.data(), theirs.size());",
@@ -248,21 +147,21 @@ BUGS: Final[tuple[Bug, ...]] = (
         "body-too-long",
         "net",
         "a peer says how much memory this side takes for a frame",
-        _cpp("net/frame_tag.cpp", "if (header.body_bytes > body_max) {", "if (header.body_bytes / 2 > body_max) {"),
+        in_cpp("net/frame_tag.cpp", "if (header.body_bytes > body_max) {", "if (header.body_bytes / 2 > body_max) {"),
         ("frame_fuzz_test.cpp", "strange_frames_test.cpp", "sock_link_test.cpp"),
     ),
     Bug(
         "content-not-kept",
         "net",
         "what the socket does not take at once is read from memory that its owner has taken back",
-        _cpp("net/frame_writer.cpp", "leave_rest(current_.copy_rest());", "leave_rest(1);"),
+        in_cpp("net/frame_writer.cpp", "leave_rest(current_.copy_rest());", "leave_rest(1);"),
         ("sock_both_ways_test.cpp",),
     ),
     Bug(
         "parts-to-one-place",
         "routes",
         "every part of a large write goes to the first blocks: wrong bytes, reported as success",
-        _cpp(
+        in_cpp(
             "routes/write_in_parts.cpp",
             "request_.to.subspan(part.first_block, part.blocks)",
             "request_.to.subspan(0, part.blocks)",
@@ -273,7 +172,7 @@ BUGS: Final[tuple[Bug, ...]] = (
         "late-write-placed",
         "transfer",
         "what a paused sender writes after its reservation's end lands in blocks that are another's (5)",
-        _cpp(
+        in_cpp(
             "transfer/receiver.cpp",
             "if (reserved && (entry->second.ended || entry->second.phase != Phase::kReserved)) return {};",
             "if (reserved && entry->second.phase != Phase::kReserved) return {};",
@@ -284,7 +183,7 @@ BUGS: Final[tuple[Bug, ...]] = (
         "incomplete-completed",
         "transfer",
         "a transfer of which bytes are missing is delivered as a whole",
-        _cpp(
+        in_cpp(
             "transfer/receiver_complete.cpp",
             "if (!incoming.one_sided) check_content(",
             "if (body.bytes == 0) check_content(",
@@ -295,7 +194,7 @@ BUGS: Final[tuple[Bug, ...]] = (
         "reservation-for-ever",
         "transfer",
         "blocks that were reserved for a sender which is silent stay reserved (2, 3)",
-        _cpp(
+        in_cpp(
             "transfer/receiver.cpp",
             "if (!current->second.ended) end(current, /*writers_gone=*/false);",
             "if (current->second.ended) end(current, /*writers_gone=*/false);",
@@ -306,7 +205,7 @@ BUGS: Final[tuple[Bug, ...]] = (
         "pins-of-failed-swap",
         "pool",
         "a swap in that fails keeps its prompts pinned for ever",
-        _cpp(
+        in_cpp(
             "pool/cache_moves.cpp",
             "for (const IndexPin& pin : *pins) index_.unpin(pin);\n    pins->clear();",
             "pins->clear();",
@@ -317,7 +216,7 @@ BUGS: Final[tuple[Bug, ...]] = (
         "quarantine-by-one-proof",
         "peers",
         "blocks are used again when one of two ways in which a dead peer wrote is proved closed (5)",
-        _cpp(
+        in_cpp(
             "peers/writer_quarantine.cpp",
             "return quarantined_peer.missing == 0 && !quarantined_peer.fencing;\n  });\n  let",
             "return true;\n  });\n  let",
@@ -328,7 +227,7 @@ BUGS: Final[tuple[Bug, ...]] = (
         "old-writes-forgotten",
         "peers",
         "a peer that comes back while its earlier writes are under way is let in (7)",
-        _cpp(
+        in_cpp(
             "peers/writer_quarantine.cpp",
             "(quarantined_peer.session->writes_under_way() == 0 && !quarantined_peer.fencing))\n      continue;",
             "!quarantined_peer.fencing)\n      continue;",
@@ -339,7 +238,7 @@ BUGS: Final[tuple[Bug, ...]] = (
         "strips-overflow",
         "ranks",
         "the lengths of an order between ranks overflow: more is written than was asked for",
-        _cpp(
+        in_cpp(
             "ranks/rank_messages.cpp",
             "if (__builtin_add_overflow(channel.bytes, strip.bytes, &channel.bytes))\n",
             "if (__builtin_add_overflow(channel.bytes, strip.bytes, &channel.bytes), strips_max == 0)\n",
@@ -350,7 +249,7 @@ BUGS: Final[tuple[Bug, ...]] = (
         "race-in-reactor",
         "net",
         "a watch is changed while another thread adds one: a race that shows once in a while",
-        _cpp(
+        in_cpp(
             "net/reactor.cpp",
             "const std::lock_guard lock(state_->mutex);\n  const auto found = state_->watches.find(watch);\n  if",
             "const auto found = state_->watches.find(watch);\n  if",
@@ -362,14 +261,14 @@ BUGS: Final[tuple[Bug, ...]] = (
         "cap-for-nothing",
         "exec",
         "tasks beyond what their class has reserved are not counted: a burst of large writes takes every thread (12)",
-        _cpp("exec/executor.cpp", "(of.running < of.limits.reserved || shared < options.shared)", "true"),
+        in_cpp("exec/executor.cpp", "(of.running < of.limits.reserved || shared < options.shared)", "true"),
         ("executor_test.cpp", "pool_executor_test.cpp"),
     ),
     Bug(
         "freed-under-a-frame",
         "transfer",
         "a peer that is proved gone leaves a frame in the socket, and it is placed in a block that has a new owner (1)",
-        _cpp(
+        in_cpp(
             "transfer/receiver.cpp",
             "late->second.being_placed = placements_.is_placed_now(late->second.addresses);",
             "late->second.being_placed = false;",
@@ -380,21 +279,21 @@ BUGS: Final[tuple[Bug, ...]] = (
         "unwatched-while-calls-end",
         "transfer",
         "a peer that is killed while the two disconnect is not watched, and the blocks of a fetch never come back (3)",
-        _cpp("transfer/session.h", "!calls_ended_.load() ||", "false ||"),
+        in_cpp("transfer/session.h", "!calls_ended_.load() ||", "false ||"),
         ("fetch_test.cpp",),
     ),
     Bug(
         "returned-under-a-pass",
         "transfer",
         "a block is lent to another peer while a pass that its last borrower announced is still written into it (1)",
-        _cpp("transfer/receiver_lend.cpp", "if (placements_.is_placed_now(addresses)) {", "if (false) {"),
+        in_cpp("transfer/receiver_lend.cpp", "if (placements_.is_placed_now(addresses)) {", "if (false) {"),
         ("recall_test.cpp",),
     ),
     Bug(
         "content-by-name",
         "transfer",
         "the end of a payload is counted for another transfer to which the peer has given the same number (1)",
-        _cpp(
+        in_cpp(
             "transfer/receiver_place.cpp",
             "entry == incoming_.end() || entry->second.content.number != placement->content",
             "entry == incoming_.end()",
@@ -405,21 +304,21 @@ BUGS: Final[tuple[Bug, ...]] = (
         "one-of-two-frames",
         "transfer",
         "the first of two frames in a block to end sets the block free, and the other goes on writing (1)",
-        _cpp("transfer/placements.cpp", "if (--entry->second == 0) placed_in_.erase", "placed_in_.erase"),
+        in_cpp("transfer/placements.cpp", "if (--entry->second == 0) placed_in_.erase", "placed_in_.erase"),
         ("placements_test.cpp",),
     ),
     Bug(
         "urgent-work-waits",
         "exec",
         "a key that waits with background work is not moved up when a peer waits for what it has got since (12)",
-        _cpp("exec/serial_executor.cpp", "(one.running || priority >= one.urgency)", "true"),
+        in_cpp("exec/serial_executor.cpp", "(one.running || priority >= one.urgency)", "true"),
         ("serial_executor_test.cpp",),
     ),
     Bug(
         "never-forgiven",
         "control",
         "an instance that failed once gets no request any more (4)",
-        _python(
+        in_python(
             "control/router/health.py",
             "if self.state is State.TRIAL:\n            self._recover()",
             "if self.state is State.OUT:\n            self._recover()",
@@ -431,7 +330,7 @@ BUGS: Final[tuple[Bug, ...]] = (
         "salt-ignored",
         "control",
         "requests of different salts are sent to one cache (9)",
-        _python("control/reading/prompts.py", "*([] if salt is None else [salt])", ""),
+        in_python("control/reading/prompts.py", "*([] if salt is None else [salt])", ""),
         ("python/router/test_prompts.py",),
         build="python",
     ),
@@ -439,7 +338,7 @@ BUGS: Final[tuple[Bug, ...]] = (
         "names-without-namespace",
         "observe",
         "blocks of different tenants have one name in the events for routers (9)",
-        _python("observe/events/block_hash.py", '_VERSION + namespace.encode("utf-8")', "_VERSION"),
+        in_python("observe/events/block_hash.py", '_VERSION + namespace.encode("utf-8")', "_VERSION"),
         ("python/observe/test_block_hash.py",),
         build="python",
     ),
@@ -447,7 +346,7 @@ BUGS: Final[tuple[Bug, ...]] = (
         "impatient-router",
         "policy",
         "a request waits for the holder of its prefix longer than computing it again would take (12)",
-        _python(
+        in_python(
             "policy/routing/waiting.py",
             "return backlog <= 0.0 or backlog + self.patience * execution <= self._most",
             "return backlog <= 0.0 or self.patience * execution <= self._most",
@@ -459,7 +358,7 @@ BUGS: Final[tuple[Bug, ...]] = (
         "two-of-one-id",
         "cluster",
         "two members of a cluster have one id: each is given the other's blocks (6)",
-        _python(
+        in_python(
             "cluster/local/ids.py",
             "if any(number == instance and name != self._name",
             "if any(number != instance and name == self._name",
@@ -471,7 +370,7 @@ BUGS: Final[tuple[Bug, ...]] = (
         "lent-beyond-the-cap",
         "policy",
         "a member lends all that is free, beyond its lend_max: a neighbour's long request stops its own",
-        _python(
+        in_python(
             "policy/lending/ledger.py",
             "return max(0, min(self.free_blocks, self.lend_max - self.lent))",
             "return self.free_blocks",
@@ -483,7 +382,7 @@ BUGS: Final[tuple[Bug, ...]] = (
         "mutual-debt-missed",
         "policy",
         "two members that owe each other blocks keep them apart for ever: the printed algorithm skips the edge back",
-        _python("policy/lending/cycles.py", "if len(whole) > 1:", "if len(whole) > 2:"),
+        in_python("policy/lending/cycles.py", "if len(whole) > 1:", "if len(whole) > 2:"),
         ("python/policy/test_lending_settlement.py",),
         build="python",
     ),

@@ -90,6 +90,8 @@ class Settings:
         reserved_max: The most blocks reserved for and lent to one peer together; above it the peer gets Busy.
         received_max: The most items that wait for the application (`Pool.inbox`); above it peers get Busy. A sixteenth
             of it, at least one, is reserved for each peer.
+        attend_lent_max: The most attention calls of peers that run or wait in this pool; above it peers get Busy. 0: it
+            computes none for peers.
     """
 
     policy: Policy = "lru"
@@ -121,6 +123,7 @@ class Settings:
     transfers_max: int = 4096
     reserved_max: int = 1 << 20
     received_max: int = 65536
+    attend_lent_max: int = 64
 
     def __post_init__(self) -> None:
         """Checks every value.
@@ -148,6 +151,7 @@ _RANGES: Final[dict[str, tuple[float, float]]] = {
     "transfers_max": (1, 1 << 20),
     "reserved_max": (1, 1 << 26),
     "received_max": (1, 1 << 24),
+    "attend_lent_max": (0, 1 << 16),
 }
 _BYTES_MAX: Final = {"name": 255, "secret": 4096, "model": 255, "ucx": 4096, "nccl": 4096}
 ROUTES: Final = get_args(Route)

@@ -164,6 +164,8 @@ class StaleAddress(Error):
     address: int
     position: int
     instance: int  # the owner that recalled a borrowed block
+    begin: int  # of attention: tokens of a sequence whose blocks are no longer there
+    end: int
 
 
 class StateError(Error):
@@ -234,6 +236,7 @@ class PeerLost(Error):
 
     instance: int
     silent_ms: int  # how long it had been silent
+    lost: list[tuple[int, list[tuple[int, int]]]]  # of attention: (position in the batch, [(begin, end), ...])
     errno: int
 
 

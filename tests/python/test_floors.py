@@ -26,7 +26,10 @@ CPP_FLOORS: dict[str, set[str]] = {
     "transfer": {"base", "cuda", "blocks", "exec", "net", "routes"},
     "pool": {"base", "cuda", "index", "arena", "blocks", "exec"},
     "sequences": {"base", "arena", "attention", "blocks", "exec", "pool"},
-    "peers": {"base", "cuda", "index", "arena", "blocks", "exec", "net", "routes", "transfer", "pool", "sequences"},
+    "views": {"base", "attention", "blocks", "exec", "net", "transfer", "pool", "sequences"},
+    "peers": {"base", "cuda", "index", "arena", "blocks", "exec", "net", "routes", "transfer", "pool"}
+    | {"sequences", "views"},
+    "distributed": {"base", "attention", "blocks", "exec", "transfer", "pool", "sequences", "views", "peers"},
     "ranks": {"base", "cuda", "index", "arena", "blocks", "exec", "net", "routes", "transfer", "pool", "peers"},
 }
 CPP_FOREIGN = re.compile(r"^(pybind11|torch|ATen|c10|cuda|nccl|ucp|ucs|uct|dlpack|doctest|boost|absl)\b|^Python\.h")
@@ -46,7 +49,7 @@ PYTHON_FLOORS: dict[str, set[str]] = {
     "alloc": {"errors", "types", "config", "waiting", "_core"},
     "index": {"errors", "types", "config", "_core"},
     "transfer": {"errors", "arguments", "types", "config", "waiting", "_core"},
-    "attention": {"types", "waiting", "_core"},
+    "attention": {"errors", "types", "waiting", "_core"},
     "cluster": {"errors", "types", "config", "waiting", "_core"},
     "peers": {"errors", "arguments", "types", "config", "waiting", "_core", "cluster", "transfer"},
     "pool": {"errors", "arguments", "types", "config", "_core", "alloc", "index", "transfer", "cluster", "peers"},

@@ -6,7 +6,8 @@ import pytest
 from ci_kit import DOCTEST, ROOT, makefile
 
 from tools import planted_bugs
-from tools.planted_list import BUGS, Bug
+from tools.planted_kit import Bug
+from tools.planted_list import BUGS
 
 
 def test_planted_bugs_fit_the_tree():

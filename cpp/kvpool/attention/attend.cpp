@@ -7,6 +7,7 @@
 
 #include "kvpool/attention/attend_work.h"
 #include "kvpool/attention/number_formats.h"
+#include "kvpool/base/clock.h"
 #include "kvpool/base/error.h"
 
 namespace kvpool {
@@ -113,10 +114,14 @@ KVRows kv_rows(const PageFormat& format, std::uint32_t block_tokens, std::uint32
   return rows;
 }
 
-std::vector<PartialAttention> attend(const AttendCall& call, const AttendTeam& team, const AttendSettings& settings) {
+std::vector<PartialAttention> attend(const AttendCall& call, const AttendTeam& team, const AttendSettings& settings,
+                                     AttendStop* stop) {
   AttendWork work(call, checked(call, settings), team, settings);
   work.prepare();
-  work.run();
+  if (!work.run(stop)) {
+    if (monotonic_ns() < stop->until_ns) throw Error(ErrorCode::kCancelled, "the attention was cancelled");
+    throw Error(ErrorCode::kDeadline, "the attention was not computed by its deadline");
+  }
   std::vector<std::vector<PartialNode>> nodes = work.take_nodes();
   std::vector<PartialAttention> parts;
   parts.reserve(nodes.size());

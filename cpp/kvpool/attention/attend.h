@@ -18,6 +18,7 @@
 // does.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -106,11 +107,17 @@ struct AttendTeam {
   int threads = 1;
 };
 
+// Ends a call early: other threads may set `asked`, and its threads look at both before each leaf.
+struct AttendStop {
+  std::atomic<bool> asked{false};
+  std::int64_t until_ns = INT64_MAX;  // CLOCK_MONOTONIC
+};
+
 // The part of each item, in their order. Throws, before anything is computed, kArgument when numbers do not fit each
 // other (the message names the layer, the item and what is wrong; fields have the numbers) and kUnsupported when the
-// settings name a kernel that this processor cannot run.
+// settings name a kernel that this processor cannot run. Throws kCancelled and kDeadline as `stop` says.
 std::vector<PartialAttention> attend(const AttendCall& call, const AttendTeam& team = {},
-                                     const AttendSettings& settings = {});
+                                     const AttendSettings& settings = {}, AttendStop* stop = nullptr);
 
 // What attend() would do: the same checks, and the plan.
 AttendPlan explain(const AttendCall& call, const AttendTeam& team = {}, const AttendSettings& settings = {});

@@ -8,6 +8,7 @@
 
 #include "kvpool/attention/merge_tree.h"
 #include "kvpool/attention/number_formats.h"
+#include "kvpool/base/clock.h"
 
 namespace kvpool {
 namespace {
@@ -190,7 +191,17 @@ void AttendWork::share_out(std::size_t count, Step step) noexcept {
   }
 }
 
-void AttendWork::run() noexcept {
+// A leaf takes some microseconds, the clock a fraction of one.
+bool AttendWork::stopped() noexcept {
+  if (stop_ == nullptr) return false;
+  if (stopped_.load(std::memory_order_relaxed)) return true;
+  if (!stop_->asked.load(std::memory_order_relaxed) && monotonic_ns() < stop_->until_ns) return false;
+  stopped_.store(true, std::memory_order_relaxed);
+  return true;
+}
+
+bool AttendWork::run(AttendStop* stop) noexcept {
+  stop_ = stop;
   share_out(tasks_.size(), [this](std::size_t worker, std::size_t i) { carry_out(tasks_[i], workers_[worker]); });
   const HeadRange all{0, call_.kv.kv_heads};
   std::size_t by_team = 0;
@@ -203,12 +214,14 @@ void AttendWork::run() noexcept {
   }
   // Merges are few and long: each is shared out head by head.
   const std::size_t heads = call_.kv.kv_heads;
-  if (by_team == 0) return;
-  share_out(merges_.size() * heads, [this, heads](std::size_t, std::size_t i) {
-    const Merge& one = merges_[i / heads];
-    const auto head = static_cast<std::uint32_t>(i % heads);
-    if (one.by_team) merge(one, {head, head + 1});
-  });
+  if (by_team > 0) {
+    share_out(merges_.size() * heads, [this, heads](std::size_t, std::size_t i) {
+      const Merge& one = merges_[i / heads];
+      const auto head = static_cast<std::uint32_t>(i % heads);
+      if (one.by_team) merge(one, {head, head + 1});
+    });
+  }
+  return !stopped_.load(std::memory_order_relaxed);
 }
 
 void AttendWork::carry_out(const Task& task, Worker& worker) noexcept {
@@ -241,7 +254,7 @@ void AttendWork::prepare_queries(const Task& task, Worker& worker) const noexcep
 
 // The rows of a node, a leaf or a part of a leaf. `scratch` has room for the right halves below.
 void AttendWork::compute(const Task& task, const TokenRange& range, const RowsView& out, Worker& worker,
-                         float* scratch) const noexcept {
+                         float* scratch) noexcept {
   const AttendItem& item = call_.items[task.item];
   const std::size_t rows = std::size_t{task.heads.end - task.heads.begin} * rows_per_head(item);
   const std::size_t dim = call_.kv.head_dim;
@@ -254,6 +267,7 @@ void AttendWork::compute(const Task& task, const TokenRange& range, const RowsVi
     merge_rows(out, {right.acc, right.max, right.sum}, rows, dim);
     return;
   }
+  if (stopped()) return;
   const KVRows& kv = call_.kv;
   LeafJob job{};
   job.k_blocks = item.k_blocks.data();

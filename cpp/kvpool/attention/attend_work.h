@@ -8,6 +8,7 @@
 //   A11  A worker has scratch memory for itself, and workers take tasks from one counter: `threads` of them at most.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <utility>
@@ -31,8 +32,8 @@ class AttendWork {
 
   // Allocates memory for the results and for the workers.
   void prepare();
-  // REQUIRES: prepare().
-  void run() noexcept;
+  // Returns false if it was stopped: then the nodes hold no results. REQUIRES: prepare().
+  bool run(AttendStop* stop = nullptr) noexcept;
   // The nodes of each item. REQUIRES: run().
   std::vector<std::vector<PartialNode>> take_nodes() noexcept { return std::move(nodes_); }
 
@@ -74,12 +75,12 @@ class AttendWork {
   PartialShape shape(const AttendItem& item) const noexcept;
   RowsView rows_of(float* values, const AttendItem& item, std::uint32_t head) const noexcept;
 
+  bool stopped() noexcept;
   template <class Step>
   void share_out(std::size_t count, Step step) noexcept;
   void carry_out(const Task& task, Worker& worker) noexcept;
   void prepare_queries(const Task& task, Worker& worker) const noexcept;
-  void compute(const Task& task, const TokenRange& range, const RowsView& out, Worker& worker,
-               float* scratch) const noexcept;
+  void compute(const Task& task, const TokenRange& range, const RowsView& out, Worker& worker, float* scratch) noexcept;
   void merge(const Merge& merge, HeadRange heads) noexcept;
 
   const AttendCall& call_;
@@ -97,6 +98,8 @@ class AttendWork {
   std::vector<Merge> merges_;
   std::vector<std::vector<float>> scratch_;  // of subtrees that are not a node's first
   std::vector<Worker> workers_;
+  AttendStop* stop_ = nullptr;
+  std::atomic<bool> stopped_{false};  // some leaf was left out
 };
 
 }  // namespace kvpool

@@ -27,6 +27,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kvpool/attention/token_range.h"
@@ -121,6 +122,8 @@ class PartialAttention {
   // For sending: A4 says what they are. Foreign values are not among them; has_foreign() says whether there are any.
   std::span<const PartialNode> nodes() const noexcept { return nodes_; }
   bool has_foreign() const noexcept { return !foreign_.empty(); }
+  // The nodes; the part is not used any more.
+  std::vector<PartialNode> take_nodes() && noexcept { return std::move(nodes_); }
 
  private:
   struct Foreign {

@@ -50,7 +50,7 @@ Service& PeerNode::prepare_service(const ServiceOptions& options) {
   pool_->guard();
   if (closing_) throw Error(ErrorCode::kClosed, "the pool is closed");
   if (service_ != nullptr) throw Error(ErrorCode::kState, "the pool listens or is connected already");
-  service_ = std::make_unique<Service>(*pool_, options, make_ranks_);
+  service_ = std::make_unique<Service>(*pool_, *attender_, options, make_ranks_);
   return *service_;
 }
 

@@ -14,6 +14,7 @@
 #include "kvpool/pool/pool.h"
 #include "kvpool/transfer/messages.h"
 #include "kvpool/transfer/outgoing.h"
+#include "kvpool/views/peer_views.h"
 
 namespace kvpool {
 namespace {
@@ -55,7 +56,7 @@ EndpointOptions endpoint_options(const ServiceOptions& options) {
 
 }  // namespace
 
-Service::Service(Pool& pool, const ServiceOptions& options, const MakeRanks& make_ranks)
+Service::Service(Pool& pool, Attender& attender, const ServiceOptions& options, const MakeRanks& make_ranks)
     : pool_(pool),
       incarnation_(random_incarnation()),
       options_(named(options, incarnation_)),
@@ -72,6 +73,7 @@ Service::Service(Pool& pool, const ServiceOptions& options, const MakeRanks& mak
       waits_(pool.executor()),
       watches_(pool.executor(), WriterQuarantine::kWatchLimits),
       receives_(pool.executor()),
+      lent_attends_(pool, attender, pool.executor(), options.attend_lent_max),
       reactor_(std::make_unique<Reactor>("kvpool-serve")),
       writer_quarantine_(*reactor_, watches_),
       table_(pool, events_, book_, options_.name, incarnation_, options.joins_cluster),
@@ -248,6 +250,10 @@ void Service::write(WriteJob&& job) {
   const auto shared = std::make_shared<WriteJob>(std::move(job));
   if (traits.waits) return waits_.run(route, priority, [shared] { carry_out(*shared); });
   writes_.run(peer, priority, [shared] { carry_out(*shared); });
+}
+
+std::shared_ptr<PeerReads> Service::make_reads(const PeerMetadata& peer) {
+  return std::make_shared<PeerViews>(pool_, lent_attends_, peer.incarnation);
 }
 
 void Service::tick_by(std::int64_t at_ns) {

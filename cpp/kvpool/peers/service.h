@@ -49,14 +49,17 @@
 #include "kvpool/transfer/request.h"
 #include "kvpool/transfer/session_host.h"
 #include "kvpool/transfer/tally.h"
+#include "kvpool/views/lent_attends.h"
 
 namespace kvpool {
 
+class Attender;
 class Pool;
 
 class Service final : private SessionHost {
  public:
-  Service(Pool& pool, const ServiceOptions& options, const MakeRanks& make_ranks);
+  // All of it outlives the service. `attender`: computes attention for peers.
+  Service(Pool& pool, Attender& attender, const ServiceOptions& options, const MakeRanks& make_ranks);
   ~Service() override { close(); }
   Service(const Service&) = delete;
   Service& operator=(const Service&) = delete;
@@ -101,6 +104,12 @@ class Service final : private SessionHost {
   // blocks are allocated as by alloc(), and freed if the fetch fails. If `peer` is empty, it is the owner of the
   // addresses.
   std::shared_ptr<Transfer> fetch(FetchRequest&& request, const GivenUp& given_up = {});
+
+  // The session with the one peer that owns all these blocks. Connects to a member of the cluster first, if necessary.
+  // Throws kArgument unless they have one owner, kPeerLost, kFenced, kClosed, kCancelled.
+  std::shared_ptr<Session> reach_owner(const std::vector<Address>& addresses, const Waiting& waiting) {
+    return caller_->reach(caller_->owner_of(addresses), waiting.until_ns, waiting.given_up);
+  }
 
   // The next item, or null at `until_ns`. Once none is left, throws kClosed or the error with which the pool has
   // failed.
@@ -166,6 +175,7 @@ class Service final : private SessionHost {
   void drained(Session& session) noexcept override { parting_.drained(session); }
   void write_lost() noexcept override { parting_.write_lost(); }
   void recalled(Session& session, const std::vector<Address>& addresses, std::int64_t deadline_ns) noexcept override;
+  std::shared_ptr<PeerReads> make_reads(const PeerMetadata& peer) override;
   void tick_by(std::int64_t at_ns) override;
 
   std::shared_ptr<Session> borrower(const std::string& peer) const;  // service_recall.cpp
@@ -199,6 +209,7 @@ class Service final : private SessionHost {
   SerialExecutor waits_;     // work that waits for a peer: writes of some routes, and measuring routes
   SerialExecutor watches_;   // proofs and deadlines that none of the above may keep waiting
   SerialExecutor receives_;  // receiving halves of routes, which wait for the sending ones
+  LentAttends lent_attends_;
   const std::unique_ptr<Reactor> reactor_;
   WriterQuarantine writer_quarantine_;
   AddressBook book_;

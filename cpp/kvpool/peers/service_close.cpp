@@ -55,6 +55,7 @@ void Service::close() noexcept {
   for (const PeerTable::Peer& peer : *peers) {
     if (peer.group == nullptr) left.push_back({peer.session, peer.link});
   }
+  lent_attends_.stop();
   steps_.stop();
   writes_.stop();
   waits_.stop();

@@ -20,6 +20,7 @@ struct ServiceOptions {
   std::uint32_t transfers_max = 4096;     // of one peer, under way
   std::uint32_t reserved_max = 1U << 20;  // blocks of one peer, reserved and lent together
   std::uint32_t received_max = 65536;     // items that wait for the application; then peers get kBusy
+  std::uint32_t attend_lent_max = 64;     // attention calls of peers that run or wait here; 0: none is computed
   bool trusted_network = false;           // frames on TCP carry a checksum, not a MAC, if both sides set this
   bool prefer_unix_socket = true;         // for peers on this host, even when their TCP address was given
   bool measure_routes = true;             // when peers connect, if there is a choice: see transfer/route_probe.h

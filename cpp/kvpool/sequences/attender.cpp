@@ -1,15 +1,8 @@
 #include "kvpool/sequences/attender.h"
 
-#include <utility>
-
 #include "kvpool/base/error.h"
-#include "kvpool/sequences/attend_task.h"
 
 namespace kvpool {
-
-void Attender::start(std::shared_ptr<AttendTask> task) {
-  tasks_.run(Priority::kDecode, [task = std::move(task)] { task->run(); });
-}
 
 Attender::Computing::Computing(Attender& attender) : attender_(attender) {
   const std::lock_guard lock(attender_.mutex_);

@@ -5,16 +5,14 @@
 #pragma once
 
 #include <condition_variable>
-#include <memory>
 #include <mutex>
+#include <utility>
 
 #include "kvpool/attention/attend.h"
 #include "kvpool/exec/copy_threads.h"
 #include "kvpool/exec/executor.h"
 
 namespace kvpool {
-
-class AttendTask;
 
 class Attender {
  public:
@@ -25,8 +23,8 @@ class Attender {
   Attender& operator=(const Attender&) = delete;
 
   AttendTeam team() noexcept { return {&team_.team(), threads_}; }
-  // Computes the task in a thread of the pool, unless a waiting thread does so first. Throws std::bad_alloc, kFork.
-  void start(std::shared_ptr<AttendTask> task);
+  // Runs work that computes in a thread of the pool. Throws std::bad_alloc, kFork.
+  void start(Priority priority, Task work) { tasks_.run(priority, std::move(work)); }
 
   // One computation, in any thread.
   class Computing {

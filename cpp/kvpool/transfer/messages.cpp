@@ -11,9 +11,10 @@ namespace {
 // Fields that an error may carry to another process. Names are static strings in an Error, so one that is not here is
 // left out on the way in; its number stands in the text anyway.
 constexpr std::array kFieldNames = {
-    "address", "position",       "requested",  "capacity", "free",         "active",      "evictable",
-    "pinned",  "retry_after_us", "instance",   "tokens",   "block_tokens", "needed",      "given",
-    "limit",   "blocks",         "blocks_max", "maximum",  "value",        "driver_code", "nccl_code"};
+    "address",        "position", "requested",   "capacity",     "free",      "active", "evictable", "pinned",
+    "retry_after_us", "instance", "tokens",      "block_tokens", "needed",    "given",  "limit",     "blocks",
+    "blocks_max",     "maximum",  "value",       "driver_code",  "nccl_code", "begin",  "end",       "block",
+    "layer",          "layers",   "query_tokens"};
 
 enum ReserveBit : std::uint8_t { kMayEvict = 1, kInsert = 2, kOneSided = 4 };
 enum CompleteBit : std::uint8_t { kHasPrivate = 1, kHasChecksum = 2, kInserts = 4 };

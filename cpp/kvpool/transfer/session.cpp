@@ -7,6 +7,7 @@
 #include "kvpool/base/failure.h"
 #include "kvpool/transfer/fetch.h"
 #include "kvpool/transfer/outgoing.h"
+#include "kvpool/transfer/peer_reads.h"
 
 namespace kvpool {
 namespace {
@@ -31,6 +32,8 @@ void Session::start(std::shared_ptr<Link> link, std::vector<std::shared_ptr<Rout
     calls_ = std::make_shared<PeerCalls>(host_, peer_.name, link, weak_from_this());
     receiver_ = std::make_shared<Receiver>(host_, peer_, peer_writes_directly_);  // may live longer than the link
     serve_verbs();
+    reads_ = host_.make_reads(peer_);
+    if (reads_ != nullptr) reads_->serve(*calls_);
   }
   for (const auto& route : routes) {
     if (route_receiver_ == nullptr) route_receiver_ = route->route_receiver();
@@ -294,6 +297,7 @@ void Session::on_closed(const Error& why) {
 // Nothing arrives any more, and nothing is being placed.
 void Session::end_receiving() {
   receiver_->on_lost();
+  if (reads_ != nullptr) reads_->on_lost();
   parting_.advance(PartingState::kSettled);
   if (writes_under_way() > 0) return;
   host_.drained(*this);

@@ -38,6 +38,7 @@
 namespace kvpool {
 
 class Outgoing;
+class PeerReads;
 
 class Session final : public LinkHandler, public DepartingPeer, public std::enable_shared_from_this<Session> {
  public:
@@ -198,6 +199,7 @@ class Session final : public LinkHandler, public DepartingPeer, public std::enab
   BorrowedBlocks borrowed_;
   std::shared_ptr<PeerCalls> calls_;
   std::shared_ptr<Receiver> receiver_;
+  std::shared_ptr<PeerReads> reads_;               // null if the host has none
   std::shared_ptr<RouteReceiver> route_receiver_;  // of a route that has one; as receiver_, from start() on
   const std::shared_ptr<RequestBytes> deferred_ = std::make_shared<RequestBytes>();  // what waits for it
   std::atomic<std::uint32_t> pushes_{0};  // fetches of the peer that are under way

@@ -18,6 +18,7 @@
 #include "kvpool/base/failure.h"
 #include "kvpool/exec/completion.h"
 #include "kvpool/transfer/outgoing.h"
+#include "kvpool/transfer/peer_reads.h"
 #include "kvpool/transfer/session.h"
 
 namespace kvpool {
@@ -94,7 +95,7 @@ void Session::begin_recall(std::vector<Address> addresses, std::int64_t until_ns
   receiver_->expect_recall(id);
   try {
     calls_->begin(kRecallVerb, id, write_addresses(asked->addresses), until_ns,
-                  [asked, id, receiver = receiver_](const Message*, const Error* error) {
+                  [asked, id, receiver = receiver_, reads = reads_](const Message*, const Error* error) {
                     const bool late = error != nullptr && error->code() == ErrorCode::kDeadline;
                     if (error != nullptr && !late) {
                       receiver->forget_recall(id);
@@ -102,6 +103,7 @@ void Session::begin_recall(std::vector<Address> addresses, std::int64_t until_ns
                     }
                     const RecallResult result =
                         receiver->end_recall(std::move(asked->room), asked->addresses, /*writer_ended=*/!late);
+                    if (reads != nullptr) reads->on_recalled(asked->addresses);
                     asked->done(&result, nullptr);
                   });
   } catch (...) {

@@ -18,11 +18,13 @@ class SequencePlan:
             the same, and several threads merge (DistAttention, section 5).
         head_groups: Into how many ranges the KV heads are divided.
         nodes: Into how many ranges the tokens are divided.
+        there: Peers that compute a part, and over how many tokens each; the rest is computed here.
     """
 
     way: Literal["heads", "leaves", "leaves_and_merges"]
     head_groups: int
     nodes: int
+    there: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,134 @@
+#include "kvpool/views/peer_views.h"
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "kvpool/base/error.h"
+#include "kvpool/pool/pool.h"
+#include "kvpool/transfer/verbs.h"
+#include "kvpool/views/lent_attends.h"
+
+namespace kvpool {
+
+// Holding blocks takes longer than the thread that reads links may. A caller waits for the answer to `view` before it
+// names the blocks; and what an `attend` reads is held when `unview` comes behind it.
+void PeerViews::serve(PeerCalls& calls) {
+  const auto self = shared_from_this();
+  calls.serve(kViewVerb, PeerCalls::Runs::kLater, [self](const CallPointer& call, Bytes&& request) {
+    self->on_view(read_view(request));
+    call->answer({});
+  });
+  calls.serve(kUnviewVerb, PeerCalls::Runs::kLater, [self](const CallPointer& call, Bytes&& request) {
+    self->on_unview(read_unview(request));
+    call->answer({});
+  });
+  calls.serve(kAttendVerb, PeerCalls::Runs::kHere, [self](const CallPointer& call, Bytes&& request) {
+    call->hold(self->request_bytes_->hold(request.size(), self->limits_.request_bytes_max));
+    self->on_attend(call, read_attend(request));
+  });
+}
+
+std::shared_ptr<SequenceBlocks> PeerViews::find(std::uint64_t view) const {
+  const std::lock_guard lock(mutex_);
+  const auto entry = views_.find(view);
+  return entry == views_.end() ? nullptr : entry->second;
+}
+
+std::size_t PeerViews::views() const {
+  const std::lock_guard lock(mutex_);
+  return views_.size();
+}
+
+// Calls of one peer that change its views run one after another; a recall and the end of the link may come meanwhile.
+void PeerViews::on_view(const ViewBody& body) {
+  SequenceBlocks::check_pool(pool_);
+  const std::uint64_t blocks_max = kSequenceTokensMax / pool_.layout().block_tokens;
+  if (body.first + body.addresses.size() > blocks_max) {
+    throw Error(ErrorCode::kProtocol, "the peer views block " + std::to_string(body.first) + " of a sequence");
+  }
+  auto blocks = std::make_shared<SequenceBlocks>(pool_, incarnation_);
+  {
+    const std::lock_guard lock(mutex_);
+    if (lost_) throw Error(ErrorCode::kPeerLost, "the link has ended");
+    if (blocks_ + body.addresses.size() > limits_.blocks_max) {
+      throw Error(ErrorCode::kBusy, std::to_string(blocks_) + " blocks are viewed already",
+                  {{"limit", static_cast<std::int64_t>(limits_.blocks_max)}});
+    }
+    const auto [entry, is_new] = views_.try_emplace(body.view, blocks);
+    if (is_new && views_.size() > limits_.views_max) {
+      views_.erase(entry);
+      throw Error(ErrorCode::kBusy, "too many views are open",
+                  {{"limit", static_cast<std::int64_t>(limits_.views_max)}});
+    }
+    blocks = entry->second;
+  }
+  try {
+    blocks->add(body.first, body.addresses);
+  } catch (...) {
+    const std::lock_guard lock(mutex_);
+    if (blocks->blocks() == 0) views_.erase(body.view);
+    throw;
+  }
+  const std::lock_guard lock(mutex_);
+  blocks_ += body.addresses.size();
+}
+
+void PeerViews::on_unview(const UnviewBody& body) {
+  const auto blocks = find(body.view);
+  if (blocks == nullptr) return;
+  const std::size_t removed = blocks->remove(body.blocks);
+  const std::lock_guard lock(mutex_);
+  blocks_ -= removed;
+  if (blocks->blocks() == 0) views_.erase(body.view);
+}
+
+void PeerViews::on_attend(const CallPointer& call, AttendBody&& body) {
+  check_answer_bytes(body);
+  AttendRequest request;
+  request.layer = body.layer;
+  request.query_heads = body.query_heads;
+  request.query_dtype = body.query_dtype;
+  request.scale = body.scale;
+  request.causal = body.causal;
+  request.q = std::move(body.q);
+  request.entries.reserve(body.items.size());
+  for (const AttendBody::Item& item : body.items) {
+    const auto blocks = find(item.view);
+    if (blocks == nullptr) {
+      const TokenRange& range = item.ranges.front();
+      throw Error(ErrorCode::kStaleAddress,
+                  "the blocks with tokens from " + std::to_string(range.begin) + " on are no longer viewed",
+                  {{"begin", static_cast<std::int64_t>(range.begin)}, {"end", static_cast<std::int64_t>(range.end)}});
+    }
+    request.entries.push_back({blocks->read(), item.ranges, item.query_tokens, item.query_begin});
+  }
+  attends_.start(incarnation_, call, std::move(body), std::move(request));
+}
+
+// An answer longer than the verb allows would end the link; and results take memory while they are computed.
+void PeerViews::check_answer_bytes(const AttendBody& body) const {
+  const PageFormat& format = pool_.layout().format;
+  std::size_t bytes = kAttendedHeaderBytes;
+  for (const AttendBody::Item& item : body.items) {
+    bytes += attended_bytes(item.ranges, {item.query_tokens, body.query_heads, format.head_dim});
+    if (bytes > kAttendVerb.answer_bytes_max) throw Error(ErrorCode::kProtocol, "the peer asks for too long an answer");
+  }
+}
+
+void PeerViews::on_recalled(std::span<const Address> addresses) noexcept {
+  const std::lock_guard lock(mutex_);
+  for (const auto& [view, blocks] : views_) blocks_ -= blocks->drop(addresses);
+}
+
+void PeerViews::on_lost() noexcept {
+  std::unordered_map<std::uint64_t, std::shared_ptr<SequenceBlocks>> views;
+  {
+    const std::lock_guard lock(mutex_);
+    lost_ = true;
+    views.swap(views_);
+  }
+  for (const auto& [view, blocks] : views) blocks->close();
+}
+
+}  // namespace kvpool

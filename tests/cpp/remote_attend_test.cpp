@@ -1,0 +1,392 @@
+// Attention over sequences whose blocks lie with several peers: the same bits as in one pool, and typed errors when a
+// peer recalls blocks, refuses or dies.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <random>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "joined_service.h"
+#include "kvpool/attention/merge_tree.h"
+#include "sequence_kit.h"
+#include "thrown.h"
+
+namespace kvpool::testing {
+namespace {
+
+constexpr std::uint32_t kLeafBlocks = kLeafTokens / kPage;
+
+std::int64_t soon() { return monotonic_ns() + kSecondsNs; }
+
+// Returns whether it came to hold within some seconds.
+template <class Holds>
+bool comes_true(Holds holds) {
+  for (const std::int64_t until = soon(); monotonic_ns() < until; usleep(200)) {
+    if (holds()) return true;
+  }
+  return false;
+}
+
+struct Member {
+  explicit Member(const std::string& name, std::uint32_t blocks = 64, std::uint32_t attend_lent_max = 64)
+      : node(make_attendable_node(blocks)) {
+    ServiceOptions options;
+    options.name = name;
+    options.secret = "s3cret";
+    options.attend_lent_max = attend_lent_max;
+    service = &node->start_service(options);
+  }
+  Pool& pool() const { return node->pool(); }
+  void meet(const Member& other) const { service->connect(other.service->listen(unix_address()), real_seconds(60)); }
+  Addresses borrow(const std::string& peer, std::size_t n) const {
+    return service->alloc(peer, n, Medium::kHbm, /*may_evict=*/true, soon());
+  }
+
+  std::shared_ptr<PeerNode> node;
+  Service* service;
+};
+
+struct Three {
+  explicit Three(std::uint32_t blocks = 64) : a("a", blocks), b("b", blocks), c("c", blocks) {
+    a.meet(b);
+    a.meet(c);
+  }
+  // Whose block it is.
+  Pool& pool_of(Address address) const {
+    for (const Member* member : {&b, &c}) {
+      if (instance_of(address) == member->pool().instance()) return member->pool();
+    }
+    return a.pool();
+  }
+
+  Member a;
+  Member b;
+  Member c;
+};
+
+Addresses operator+(Addresses left, const Addresses& right) {
+  left.insert(left.end(), right.begin(), right.end());
+  return left;
+}
+
+std::vector<float> random_floats(std::mt19937& random, std::size_t n) {
+  std::normal_distribution<float> normal;
+  std::vector<float> floats(n);
+  for (float& one : floats) one = normal(random);
+  return floats;
+}
+
+// Random K and V of layer 0 for all of these blocks, the same for the same seed, wherever they lie.
+template <class PoolOf>
+void fill_randomly(PoolOf pool_of, const Addresses& addresses) {
+  std::mt19937 random(3);  // NOLINT(bugprone-random-generator-seed)
+  for (const Address address : addresses) {
+    for (const std::uint32_t piece : {0U, 1U}) {
+      const std::vector<float> values = random_floats(random, kPage * kDim);
+      std::ranges::copy(values, piece_of(pool_of(address), address, 0, piece));
+    }
+  }
+}
+
+std::vector<PartialAttention> attended(PeerNode& node, const std::shared_ptr<Sequence>& sequence,
+                                       std::uint32_t query_tokens = 1) {
+  Attend::Request request = request_of({});
+  request.sequences.push_back({sequence, query_tokens});
+  std::mt19937 random(5);  // NOLINT(bugprone-random-generator-seed)
+  const std::vector<float> q = random_floats(random, std::size_t{query_tokens} * kQueryHeads * kDim);
+  request.q.assign(std::as_bytes(std::span(q)).begin(), std::as_bytes(std::span(q)).end());
+  const auto attend = Attend::start(node, std::move(request), soon());
+  REQUIRE(attend->wait(soon()));
+  attend->rethrow_if_failed();
+  return attend->take_parts();
+}
+
+std::vector<float> output(const PartialAttention& part, std::uint64_t tokens) {
+  std::vector<float> out(part.shape().values());
+  part.finish(DType::kFloat32, tokens, std::as_writable_bytes(std::span(out)));
+  return out;
+}
+
+TEST_CASE("the result has the same bits wherever whole leaves of a sequence lie") {
+  const std::uint32_t blocks = 3 * kLeafBlocks + 5;
+  const std::uint64_t tokens = blocks * kPage - 2;
+  const Member one("one", blocks);
+  const Addresses all = alloc(one.pool(), blocks);
+  fill_randomly([&](Address) -> Pool& { return one.pool(); }, all);
+  const auto whole = sequence_of(*one.node, all, tokens);
+
+  const Three three(blocks);
+  const Addresses spread = three.a.borrow("b", kLeafBlocks) + three.a.borrow("c", kLeafBlocks) +
+                           alloc(three.a.pool(), kLeafBlocks) + three.a.borrow("b", 5);
+  fill_randomly([&](Address address) -> Pool& { return three.pool_of(address); }, spread);
+  const auto parts = sequence_of(*three.a.node, spread, tokens);
+  for (const std::uint32_t query_tokens : {1U, 4U}) {
+    const PartialAttention wanted = attended(*one.node, whole, query_tokens).front();
+    const PartialAttention found = attended(*three.a.node, parts, query_tokens).front();
+    CHECK(found.exact());
+    CHECK(found.kernel() == wanted.kernel());
+    CHECK(output(found, tokens) == output(wanted, tokens));
+  }
+}
+
+TEST_CASE("where a leaf is cut the result is right within rounding and says that it is not exact") {
+  const Member one("one");
+  const Addresses all = alloc(one.pool(), 12);
+  fill_randomly([&](Address) -> Pool& { return one.pool(); }, all);
+  const Three three;
+  Addresses spread;
+  for (int i = 0; i < 4; ++i) {
+    spread = spread + three.a.borrow("b", 1) + three.a.borrow("c", 1) + alloc(three.a.pool(), 1);
+  }
+  fill_randomly([&](Address address) -> Pool& { return three.pool_of(address); }, spread);
+  const std::uint64_t tokens = 12 * kPage - 1;
+  const PartialAttention found = attended(*three.a.node, sequence_of(*three.a.node, spread, tokens)).front();
+  CHECK_FALSE(found.exact());
+  const std::vector<float> wanted = output(attended(*one.node, sequence_of(*one.node, all, tokens)).front(), tokens);
+  const std::vector<float> out = output(found, tokens);
+  for (std::size_t i = 0; i < out.size(); ++i) CHECK(out[i] == doctest::Approx(wanted[i]).epsilon(1e-5));
+}
+
+TEST_CASE("a batch asks each peer once, with the tokens of all its sequences there") {
+  const Three three;
+  const Addresses at_b = three.a.borrow("b", 2);
+  const Addresses here = alloc(three.a.pool(), 2);
+  fill_values(three.b.pool(), at_b, 0, 2.0F);
+  fill_values(three.a.pool(), here, 0, 4.0F);
+  const auto mixed = sequence_of(*three.a.node, Addresses{at_b[0], here[0]});
+  const auto there = sequence_of(*three.a.node, Addresses{at_b[1]}, 3);
+  const auto all_here = sequence_of(*three.a.node, Addresses{here[1]});
+  const auto attend = Attend::start(*three.a.node, request_of({mixed, there, all_here}), soon());
+  REQUIRE(attend->wait(soon()));
+  attend->rethrow_if_failed();
+  using Peers = std::vector<std::pair<std::string, std::uint64_t>>;
+  CHECK(attend->plan().sequences[0].there == Peers{{"b", kPage}});
+  CHECK(attend->plan().sequences[1].there == Peers{{"b", 3}});
+  CHECK(attend->plan().sequences[2].there.empty());
+  const auto results = finished(*attend);
+  CHECK(results[0] == all_of_value(3.0F));
+  CHECK(results[1] == all_of_value(2.0F));
+  CHECK(results[2] == all_of_value(4.0F));
+}
+
+TEST_CASE("long queries and answers are spread over several calls") {
+  RemoteParts parts({0, 128, DType::kFloat32, std::nullopt, true, Priority::kDecode, {}, {}}, 256);
+  const Three three;
+  const auto session = three.a.service->reach_owner(three.a.borrow("b", 1), soon());
+  const RemoteView view(session);
+  const std::vector<std::byte> q(std::size_t{16} * 128 * 256 * sizeof(float));  // 2 MiB
+  std::uint64_t tokens = 0;
+  for (std::size_t i = 0; i < 3; ++i) {
+    parts.add(view, i, 16, 1 << 20, q, {0, 15 * kLeafTokens});  // four nodes of 2 MiB
+    tokens += 15 * kLeafTokens;
+  }
+  const std::vector<RemotePart> calls = std::move(parts).take();
+  CHECK(calls.size() == 3);
+  for (const RemotePart& call : calls) {
+    CHECK(write_body(call.asked).size() <= kAttendVerb.request_bytes_max);
+    std::size_t answer_bytes = kAttendedHeaderBytes;
+    CHECK_NOTHROW(read_attend(write_body(call.asked)));
+    for (const AttendBody::Item& item : call.asked.items) {
+      answer_bytes += attended_bytes(item.ranges, {16, 128, 256});
+      for (const TokenRange& range : item.ranges) tokens -= range.tokens();
+    }
+    CHECK(answer_bytes <= kAttendVerb.answer_bytes_max);
+  }
+  CHECK(tokens == 0);
+  const std::vector<std::byte> long_q(std::size_t{11} << 20);
+  CHECK(code_of([&] { parts.add(view, 0, 16, 0, long_q, {0, 1}); }) == ErrorCode::kArgument);
+}
+
+TEST_CASE("a peer holds what is viewed until the sequence is closed or the borrower is gone") {
+  Three three(8);
+  const auto lent = [&] { return 8 - free_blocks(three.b.pool()); };
+  const Addresses first = three.a.borrow("b", 2);
+  const auto sequence = sequence_of(*three.a.node, first);
+  three.a.service->free(first.data(), 2, soon());
+  CHECK(lent() == 2);
+  sequence->close();
+  CHECK(comes_true([&] { return lent() == 0; }));
+  const Addresses second = three.a.borrow("b", 3);
+  const auto leaked = sequence_of(*three.a.node, second);
+  CHECK(lent() == 3);
+  three.a.node->close();
+  CHECK(comes_true([&] { return lent() == 0; }));
+  three.b.pool().audit();
+}
+
+TEST_CASE("a view that a peer refuses leaves nothing held anywhere") {
+  const Three three(8);
+  const Addresses at_b = three.a.borrow("b", 1);
+  const Addresses at_c = three.a.borrow("c", 2);
+  three.a.service->free(&at_c[1], 1, soon());
+  const Addresses here = alloc(three.a.pool(), 1);
+  const Addresses with_stale = Addresses{here[0], at_b[0], at_c[0], at_c[1]};
+  CHECK(code_of([&] { sequence_of(*three.a.node, with_stale); }) == ErrorCode::kStaleAddress);
+  const auto sequence = sequence_of(*three.a.node, here);
+  CHECK(code_of([&] { sequence->append({&with_stale[1], 3}, 4 * kPage, soon()); }) == ErrorCode::kStaleAddress);
+  CHECK(code_of([&] { sequence->append({&with_stale[1], 2}, 4 * kPage, soon()); }) == ErrorCode::kArgument);
+  CHECK(sequence->addresses() == here);
+  for (const Address address : {at_b[0], at_c[0]}) three.a.service->free(&address, 1, soon());
+  CHECK(comes_true([&] { return free_blocks(three.b.pool()) == 8 && free_blocks(three.c.pool()) == 8; }));
+}
+
+TEST_CASE("attention never fails or reads old blocks while blocks move between pools") {
+  const Three three(16);
+  const Addresses here = alloc(three.a.pool(), 4);
+  const Addresses there = three.a.borrow("b", 4);
+  const Addresses also_there = three.a.borrow("b", 4);
+  fill_values(three.a.pool(), here, 0, 1.5F);
+  fill_values(three.b.pool(), there, 0, 1.5F);
+  fill_values(three.b.pool(), also_there, 0, 1.5F);
+  const auto sequence = sequence_of(*three.a.node, here);
+  std::atomic<bool> over{false};
+  std::atomic<int> attends{0};
+  std::thread engine([&] {
+    while (!over) {
+      const auto attend = Attend::start(*three.a.node, request_of({sequence}), soon());
+      const bool ended = attend->wait(soon());
+      const auto failure = error_of([&] { attend->rethrow_if_failed(); });
+      if (ended && !failure && finished(*attend).front() == all_of_value(1.5F))
+        ++attends;
+      else
+        over = true;
+    }
+  });
+  std::mt19937 random(1);  // NOLINT(bugprone-random-generator-seed)
+  Addresses now = here;
+  for (int round = 0; round < 300 && !over; ++round) {
+    const std::size_t first = random() % 4;
+    const std::size_t n = 1 + random() % (4 - first);
+    const Addresses& from = std::vector{&here, &there, &also_there}[random() % 3][0];
+    const Addresses some(from.begin() + first, from.begin() + first + n);
+    if (std::ranges::any_of(some, [&](Address address) { return std::ranges::count(now, address) > 0; })) continue;
+    const std::vector<Address> old = sequence->replace(first, some, soon());
+    CHECK(old == Addresses(now.begin() + first, now.begin() + first + n));
+    std::ranges::copy(some, now.begin() + first);
+  }
+  CHECK(comes_true([&] { return attends > 0 || over; }));
+  CHECK_FALSE(over.exchange(true));
+  engine.join();
+  CHECK(sequence->addresses() == now);
+}
+
+TEST_CASE("blocks that were recalled are stale to the attention, and free for their owner") {
+  const Three three(8);
+  const Addresses at_b = three.a.borrow("b", 3);
+  fill_values(three.b.pool(), at_b, 0, 1.0F);
+  const auto sequence = sequence_of(*three.a.node, at_b);
+  const auto other = sequence_of(*three.a.node, Addresses{at_b[0]});
+  const RecallResult result = three.b.service->recall("a", Addresses{at_b[1]}, Waiting(monotonic_ns() + 20'000'000));
+  CHECK(result.freed + result.quarantined == 1);
+  CHECK(comes_true([&] { return free_blocks(three.b.pool()) == 6; }));
+  const auto attend = Attend::start(*three.a.node, request_of({sequence}), soon());
+  REQUIRE(attend->wait(soon()));
+  CHECK(code_of([&] { attend->rethrow_if_failed(); }) == ErrorCode::kStaleAddress);
+  CHECK(sequence->lost().empty());
+  const auto intact = Attend::start(*three.a.node, request_of({other}), soon());
+  REQUIRE(intact->wait(soon()));
+  CHECK(finished(*intact).front() == all_of_value(1.0F));
+}
+
+TEST_CASE("a peer that dies costs the tokens that it had and no others") {
+  Three three(16);
+  const Addresses here = alloc(three.a.pool(), 2);
+  const Addresses at_b = three.a.borrow("b", 2);
+  const Addresses at_c = three.a.borrow("c", 2);
+  fill_values(three.a.pool(), here, 0, 1.0F);
+  fill_values(three.b.pool(), at_b, 0, 1.0F);
+  const auto first = sequence_of(*three.a.node, Addresses{here[0], at_c[0], at_b[0]});
+  const auto second = sequence_of(*three.a.node, Addresses{at_b[1], at_c[1], here[1]}, 2 * kPage - 1);
+  three.c.node->close();
+  std::shared_ptr<Attend> attend;
+  CHECK(comes_true([&] {
+    attend = Attend::start(*three.a.node, request_of({first, second}), soon());
+    return attend->wait(soon()) && code_of([&] { attend->rethrow_if_failed(); }) == ErrorCode::kPeerLost;
+  }));
+  const std::vector<Attend::Lost> lost = attend->lost();
+  REQUIRE(lost.size() == 2);
+  CHECK(lost[0].position == 0);
+  CHECK(lost[0].ranges == std::vector<TokenRange>{{kPage, 2 * kPage}});
+  CHECK(lost[1].position == 1);
+  CHECK(lost[1].ranges == std::vector<TokenRange>{{kPage, 2 * kPage - 1}});
+  CHECK(first->lost() == lost[0].ranges);
+  const Addresses again = alloc(three.a.pool(), 1);
+  fill_values(three.a.pool(), again, 0, 1.0F);
+  CHECK(first->replace(1, again, soon()) == Addresses{at_c[0]});
+  CHECK(first->lost().empty());
+  const auto recovered = Attend::start(*three.a.node, request_of({first}), soon());
+  REQUIRE(recovered->wait(soon()));
+  recovered->rethrow_if_failed();
+  CHECK(finished(*recovered).front() == all_of_value(1.0F));
+}
+
+TEST_CASE("a peer that computes for too many calls refuses more, and one that computes for none refuses all") {
+  const Member a("a", 4);
+  const Member busy("busy", 1024, 1);
+  const Member none("none", 4, 0);
+  a.meet(busy);
+  a.meet(none);
+  const auto of_none = sequence_of(*a.node, a.borrow("none", 1));
+  const auto refused = Attend::start(*a.node, request_of({of_none}), soon());
+  REQUIRE(refused->wait(soon()));
+  CHECK(code_of([&] { refused->rethrow_if_failed(); }) == ErrorCode::kUnsupported);
+  CHECK(refused->lost().empty());
+
+  const auto of_busy = sequence_of(*a.node, a.borrow("busy", 1024));
+  std::vector<std::shared_ptr<Attend>> attends;
+  for (int i = 0; i < 40; ++i) attends.push_back(Attend::start(*a.node, request_of({of_busy}), soon()));
+  int refusals = 0;
+  for (const auto& attend : attends) {
+    REQUIRE(attend->wait(soon()));
+    const auto failure = error_of([&] { attend->rethrow_if_failed(); });
+    if (!failure) continue;
+    CHECK(failure->code() == ErrorCode::kBusy);
+    ++refusals;
+  }
+  CHECK(refusals > 0);
+  CHECK(refusals < 40);
+}
+
+TEST_CASE("attention that is late or cancelled ends at once here and soon at the peer") {
+  const Three three(8);
+  const auto sequence = sequence_of(*three.a.node, three.a.borrow("b", 2));
+  const auto late = Attend::start(*three.a.node, request_of({sequence}), monotonic_ns());
+  REQUIRE(late->wait(soon()));
+  const auto failure = error_of([&] { late->rethrow_if_failed(); });
+  CHECK((!failure || failure->code() == ErrorCode::kDeadline));  // an answer may be faster than the clock
+  for (int round = 0; round < 20; ++round) {
+    const auto cancelled = Attend::start(*three.a.node, request_of({sequence}), soon());
+    const bool was_first = cancelled->cancel();
+    REQUIRE(cancelled->wait(soon()));
+    CHECK(error_of([&] { cancelled->rethrow_if_failed(); }).has_value() == was_first);
+  }
+}
+
+TEST_CASE("two pools that lend to each other do not wait for each other") {
+  const Member a("a");
+  const Member b("b");
+  a.meet(b);
+  const auto run = [](const Member& here, const std::string& peer) {
+    const auto sequence = sequence_of(*here.node, here.borrow(peer, 16));
+    for (int i = 0; i < 100; ++i) {
+      const auto attend = Attend::start(*here.node, request_of({sequence}), soon());
+      if (!attend->wait(soon()) || error_of([&] { attend->rethrow_if_failed(); })) return false;
+    }
+    return true;
+  };
+  bool other = false;
+  std::thread thread([&] { other = run(b, "a"); });
+  CHECK(run(a, "b"));
+  thread.join();
+  CHECK(other);
+}
+
+}  // namespace
+}  // namespace kvpool::testing

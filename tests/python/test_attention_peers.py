@@ -1,0 +1,289 @@
+"""Attention over sequences whose blocks lie with peers: they move there and home, and a peer dies."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+
+import numpy as np
+import pytest
+from attention_kit import BLOCK, layout_of, pool_of, write_kv
+
+import kvpool
+
+LEAF = 1024 // BLOCK
+_numbers = itertools.count()
+
+
+def listening(pool):
+    return pool.peers.listen(f"unix:@kvpool-attention-{os.getpid()}-{next(_numbers)}")
+
+
+@pytest.fixture
+def three():
+    pools = [pool_of(hbm=0, dram=4 * LEAF, name=name, secret="s") for name in "abc"]
+    for other in pools[1:]:
+        pools[0].peers.connect(listening(other))
+    yield pools
+    for pool in pools:
+        pool.close()
+
+
+def written(pool, blocks, tokens=None):
+    addrs = pool.alloc(blocks, kvpool.DRAM)
+    write_kv(pool, addrs, np.random.default_rng(1), tokens)
+    return addrs
+
+
+def query(rows=1, heads=4):
+    return np.random.default_rng(2).standard_normal((rows, heads, 16)).astype(np.float32)
+
+
+def out(pool, seq, **options):
+    return pool.attend(1, query(), [seq], **options).wait().finish("float32")
+
+
+def free_of(pool):
+    return pool.stats().dram.free
+
+
+def test_offloaded_leaves_give_the_same_bits_and_come_home_again(three):
+    a, b, c = three
+    with a.sequence(written(a, 3 * LEAF + 2, 3 * 1024 + 20), tokens=3 * 1024 + 20) as seq:
+        here = out(a, seq)
+        a.free(seq.offload(LEAF, "b"))
+        a.free(seq.offload(LEAF, to="c"))
+        assert seq.instances[:LEAF].all()
+        assert seq.instances[LEAF : 2 * LEAF].all()
+        assert len(set(seq.instances)) == 3
+        assert free_of(a) == 3 * LEAF - 2
+        assert free_of(b) == free_of(c) == 3 * LEAF
+        handle = a.attend(1, query(), [seq])
+        assert dict(handle.explain().sequences[0].there) == {"b": 1024, "c": 1024}
+        part = handle.wait()
+        assert part.exact
+        assert part.covers == [[(0, 3 * 1024 + 20)]]
+        assert np.array_equal(part.finish("float32"), here)
+        a.free(seq.bring_home(2 * LEAF))
+        assert not seq.instances.any()
+        assert np.array_equal(out(a, seq), here)
+        assert free_of(b) == free_of(c) == 4 * LEAF
+        addrs = seq.addrs
+    a.free(addrs)
+    assert free_of(a) == 4 * LEAF
+
+
+def test_the_block_with_the_newest_token_stays_and_more_than_there_is_is_refused(three):
+    a, *_ = three
+    with a.sequence(written(a, 4), tokens=3 * BLOCK) as seq:
+        with pytest.raises(kvpool.ArgumentError) as caught:
+            seq.offload(3, "b")
+        assert caught.value.blocks == 2
+        with pytest.raises(kvpool.ArgumentError):
+            seq.offload(0, "b")
+        with pytest.raises(kvpool.ArgumentError):
+            seq.bring_home(1)
+        assert list(seq.offload(2))
+        assert seq.instances[:2].all()
+        assert not seq.instances[2:].any()
+
+
+def test_an_offload_that_fails_leaves_the_sequence_and_both_pools_as_before(three):
+    a, b, _ = three
+    taken = b.alloc(4 * LEAF - 1, kvpool.DRAM)
+    with a.sequence(written(a, 4)) as seq:
+        before, want = seq.addrs, out(a, seq)
+        with pytest.raises(kvpool.OutOfBlocks):
+            seq.offload(2, "b")
+        with pytest.raises(kvpool.PeerLost):
+            seq.offload(2, "nobody", timeout=0.2)
+        assert np.array_equal(seq.addrs, before)
+        assert np.array_equal(out(a, seq), want)
+        assert free_of(b) == 1
+        a.free(seq.offload(2))  # c has room
+        assert set(seq.instances) == {0, *(peer.instance for peer in a.peers if peer.name == "c")}
+        a.alloc(free_of(a), kvpool.DRAM)
+        with pytest.raises(kvpool.OutOfBlocks):
+            seq.bring_home(1)
+    b.free(taken)
+
+
+def test_a_peers_cached_prefix_is_attended_to_where_it_lies(three):
+    a, b, _ = three
+    tokens = list(range(4 * BLOCK))
+    addrs = written(b, 4)
+    b.insert(tokens, addrs)
+    write_kv(a, own := a.alloc(4, kvpool.DRAM), np.random.default_rng(1))
+    with a.sequence(own) as here, a.sequence(b.match(tokens).addrs) as there:
+        assert np.array_equal(out(a, here), out(a, there))
+        b.delete(tokens)
+        assert np.array_equal(out(a, here), out(a, there))  # held
+
+
+def test_several_sequences_of_several_queries_are_computed_as_if_they_were_here(three):
+    a, *_ = three
+    seqs = [a.sequence(written(a, n), tokens=n * BLOCK - 3) for n in (5, 70, 9)]
+    q = query(rows=2 + 1 + 4)
+    call = {"query_tokens": [2, 1, 4], "scale": 0.3}
+    want = a.attend(0, q, seqs, **call).wait().finish("float32")
+    for seq, n in zip(seqs, (3, 64, 8), strict=True):
+        a.free(seq.offload(n, "b"))
+    got = asyncio.run(_awaited(a.attend(0, q, seqs, **call))).finish("float32")
+    np.testing.assert_allclose(got, want, rtol=2e-6, atol=2e-6)
+    for seq in seqs:
+        seq.close()
+
+
+async def _awaited(handle):
+    return await handle
+
+
+def test_attention_goes_on_while_blocks_move(three):
+    a, *_ = three
+    with a.sequence(written(a, 2 * LEAF + 1)) as seq:
+        want, over, bad = out(a, seq), threading.Event(), []
+
+        def engine():
+            while not over.is_set():
+                if not np.array_equal(out(a, seq), want):
+                    bad.append(seq.addrs)
+
+        thread = threading.Thread(target=engine)
+        thread.start()
+        try:
+            for peer in ("b", "c", "b"):
+                a.free(seq.offload(2 * LEAF, peer))
+                a.free(seq.bring_home(LEAF))
+                a.free(seq.bring_home(LEAF))
+        finally:
+            over.set()
+            thread.join()
+        assert not bad
+
+
+def test_blocks_that_a_peer_recalls_are_stale(three):
+    a, b, _ = three
+    with a.sequence(written(a, 4)) as seq:
+        a.free(seq.offload(2, "b"))
+        assert b.peers.recall("a", timeout=0.05).freed >= 0
+        with pytest.raises(kvpool.StaleAddress):
+            out(a, seq)
+        assert free_of(b) == 4 * LEAF
+        assert seq.lost == []
+
+
+def test_a_pool_that_lends_no_attention_says_so():
+    with (
+        pool_of(hbm=0, dram=8, name="a", secret="s") as a,
+        pool_of(hbm=0, dram=8, name="b", secret="s", attend_lent_max=0) as b,
+    ):
+        a.peers.connect(listening(b))
+        with a.sequence(written(a, 3)) as seq:
+            seq.offload(2, "b")
+            with pytest.raises(kvpool.Unsupported):
+                out(a, seq)
+
+
+def test_wrong_arguments_change_nothing(three):
+    a, *_ = three
+    with a.sequence(written(a, 3)) as seq:
+        before = seq.addrs
+        for first, addrs in ((3, before[:1]), (-1, before[:1]), (0, [1 << 60])):
+            with pytest.raises(kvpool.Error):
+                seq.replace(first, addrs)
+        with pytest.raises(kvpool.ArgumentTypeError):
+            seq.replace("0", before[:1])
+        with pytest.raises(kvpool.NotOwner if len(a.peers.list()) == 0 else kvpool.Error):
+            seq.append([(9999 << 50) | 5])
+        assert np.array_equal(seq.addrs, before)
+    with pytest.raises(kvpool.StateError):
+        seq.replace(0, before[:1])
+    with pytest.raises(kvpool.StateError):
+        seq.offload(1, "b")
+
+
+CREDITOR = """
+    import sys, time, kvpool
+    sys.path.insert(0, {tests!r})
+    from attention_kit import pool_of
+    pool = pool_of(hbm=0, dram=256, name="creditor", secret="s")
+    print(pool.peers.listen({address!r}), flush=True)
+    time.sleep(600)
+"""
+
+
+def creditor(address):
+    code = textwrap.dedent(CREDITOR.format(tests=os.path.dirname(__file__), address=address))
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    return process, process.stdout.readline().strip()
+
+
+def test_a_creditor_that_is_killed_costs_only_what_it_had(three):
+    a, *_ = three
+    process, address = creditor(f"unix:@kvpool-creditor-{os.getpid()}")
+    try:
+        a.peers.connect(address)
+        with a.sequence(written(a, 2 * LEAF + 1, 2 * 1024 + 7), tokens=2 * 1024 + 7) as seq:
+            want, own = out(a, seq), seq.addrs
+            seq.offload(LEAF, "b")
+            seq.offload(LEAF, "creditor")
+            assert np.array_equal(out(a, seq), want)
+            process.send_signal(signal.SIGKILL)
+            with pytest.raises(kvpool.PeerLost) as caught:
+                while True:
+                    out(a, seq, timeout=10)
+            assert caught.value.lost == [(0, [(1024, 2048)])]
+            assert seq.lost == [(1024, 2048)]
+            seq.replace(LEAF, own[LEAF : 2 * LEAF])  # as if they had been computed again
+            assert seq.lost == []
+            assert np.array_equal(out(a, seq), want)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_a_creditor_that_is_stopped_costs_no_more_than_the_deadline(three):
+    a, *_ = three
+    process, address = creditor(f"unix:@kvpool-stopped-{os.getpid()}")
+    try:
+        a.peers.connect(address)
+        with a.sequence(written(a, 3)) as seq:
+            want = out(a, seq)
+            seq.offload(2, "creditor")
+            process.send_signal(signal.SIGSTOP)
+            with pytest.raises(kvpool.DeadlineExceeded):
+                out(a, seq, timeout=0.2)
+            process.send_signal(signal.SIGCONT)
+            # A late answer to the first call is not taken for one to this.
+            np.testing.assert_allclose(out(a, seq), want, rtol=2e-6, atol=2e-6)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_a_layout_without_heads_cannot_be_viewed_by_a_peer():
+    layout = kvpool.RawLayout(block_bytes=4096)
+    with kvpool.Pool(layout, 8, name="a") as a, pytest.raises(kvpool.Unsupported):
+        a.sequence(a.alloc(1))
+
+
+def test_half_precision_is_attended_to_at_peers():
+    for dtype in ("bfloat16", "float16"):
+        layout = layout_of(dtype=dtype)
+        with (
+            pool_of(layout, hbm=0, dram=8, name="a", secret="s") as a,
+            pool_of(layout, hbm=0, dram=8, name="b", secret="s") as b,
+        ):
+            a.peers.connect(listening(b))
+            with a.sequence(written(a, 4)) as seq:
+                want = out(a, seq)
+                seq.offload(2, "b")
+                np.testing.assert_allclose(out(a, seq), want, rtol=2e-6, atol=2e-6)

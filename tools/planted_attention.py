@@ -1,0 +1,145 @@
+"""Bugs of attention, here and at peers, for `make planted`."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tools.planted_kit import Bug, in_cpp
+
+__all__ = ["ATTENTION_BUGS"]
+
+ATTENTION_BUGS: Final[tuple[Bug, ...]] = (
+    Bug(
+        "nothing-with-nothing",
+        "attention",
+        "a row that saw no token in two parts becomes NaN when they are merged",
+        in_cpp(
+            "attention/merge_rows.cpp",
+            "return own_max == kNothing ? 0.0F : exp2_of_difference(own_max - max);",
+            "return exp2_of_difference(own_max - max);",
+        ),
+        ("attention_partial_test.cpp",),
+    ),
+    Bug(
+        "natural-lse",
+        "attention",
+        "the natural logarithm that an engine passes on is taken for a binary one: parts are weighted wrongly",
+        in_cpp(
+            "attention/partial.cpp",
+            "return base == LseBase::kTwo ? lse : static_cast<float>(static_cast<double>(lse) / kLn2);",
+            "return base == LseBase::kTwo ? lse : lse;",
+        ),
+        ("attention_partial_test.cpp",),
+    ),
+    Bug(
+        "part-twice",
+        "attention",
+        "a part that arrives twice counts twice: a plausible, wrong result",
+        in_cpp(
+            "attention/token_range.cpp",
+            "if (count > 0 && ascending[count - 1].overlaps(range)) refuse_shared(ascending[count - 1], range);",
+            "if (count > 1 && ascending[count - 1].overlaps(range)) refuse_shared(ascending[count - 1], range);",
+        ),
+        ("attention_partial_test.cpp",),
+    ),
+    Bug(
+        "unwritten-tail",
+        "attention",
+        "tokens behind the last one of a sequence are read: what their memory held before shows in the result",
+        in_cpp(
+            "attention/leaf_kernel.h",
+            "for (int i = 0; i < tile.tokens; ++i) {",
+            "for (int i = 0; i < kTileTokens; ++i) {",
+        )
+        + in_cpp(
+            "attention/leaf_kernel.h",
+            "for (int i = tile.tokens; i < kTileTokens; ++i) {",
+            "for (int i = kTileTokens; i < kTileTokens; ++i) {",
+        )
+        + in_cpp(
+            "attention/leaf_kernel.h",
+            "static_cast<int>(end - tile.begin) : tile.tokens;",
+            "static_cast<int>(end - tile.begin) : kTileTokens;",
+        ),
+        ("attention_kernel_test.cpp",),
+    ),
+    Bug(
+        "maximum-not-carried",
+        "attention",
+        "what was accumulated is not scaled down when a later token has a higher score",
+        in_cpp(
+            "attention/leaf_kernel.h",
+            "const typename V::F weight = exp2_of<V>(V::set(old - tile_max));",
+            "const typename V::F weight = exp2_of<V>(V::set(old - old));",
+        ),
+        ("attention_kernel_test.cpp",),
+    ),
+    Bug(
+        "values-are-keys",
+        "attention",
+        "V is read where K lies",
+        in_cpp("attention/attend_work.cpp", "job.v_offset = kv.v_offset;", "job.v_offset = kv.k_offset;"),
+        ("attention_kernel_test.cpp",),
+    ),
+    Bug(
+        "read-block-reused",
+        "sequences",
+        "a block that an attention still reads is given to another owner: a plausible, wrong result",
+        in_cpp(
+            "sequences/sequence_blocks.cpp",
+            "if (one.before > oldest) return false;",
+            "if (one.before > oldest + 1) return false;",
+        ),
+        ("sequence_blocks_test.cpp",),
+    ),
+    Bug(
+        "answer-of-another-layer",
+        "views",
+        "an answer for one layer is taken for that of another: a plausible, wrong result",
+        in_cpp("views/view_messages.cpp", "if (body.layer != asked.layer) malformed", "if (body.layer > 99) malformed"),
+        ("view_messages_test.cpp",),
+    ),
+    Bug(
+        "view-leaked",
+        "views",
+        "blocks that a borrower viewed stay held when it dies: the creditor's memory runs out",
+        in_cpp("views/peer_views.cpp", "    views.swap(views_);\n", ""),
+        ("remote_attend_test.cpp",),
+    ),
+    Bug(
+        "recall-leaves-views",
+        "transfer",
+        "recalled blocks stay held by the borrower's view: the owner does not get its memory back",
+        in_cpp(
+            "transfer/session_recall.cpp", "if (reads != nullptr) reads->on_recalled", "if (late) reads->on_recalled"
+        ),
+        ("remote_attend_test.cpp", "recall_test.cpp"),
+    ),
+    Bug(
+        "refused-view-stays",
+        "distributed",
+        "blocks that a peer holds for a sequence that was refused are never let go",
+        in_cpp(
+            "distributed/sequence.cpp",
+            "check_tokens(tokens.value_or(tokens_), first + addresses.size());",
+            "first = addresses_.size();",
+        )
+        + in_cpp(
+            "distributed/sequence.cpp",
+            "    for (const Place& place : added) {",
+            "    for (const Place& place : Places()) {",
+        ),
+        ("remote_attend_test.cpp",),
+    ),
+    Bug(
+        "loss-without-tokens",
+        "distributed",
+        "a creditor dies, and the error does not say which tokens are lost: the engine computes the whole prompt again",
+        in_cpp(
+            "distributed/attend.cpp",
+            "part.lost = failure && failure->code() == ErrorCode::kPeerLost;",
+            "part.lost = failure && failure->code() == ErrorCode::kClosed;",
+        ),
+        ("remote_attend_test.cpp",),
+    ),
+)
