@@ -125,10 +125,20 @@ std::optional<float> scale_from(const py::object& argument) {
   return static_cast<float>(scale);
 }
 
+AttendWhere where_from(const py::object& argument) {
+  if (!py::isinstance<py::str>(argument)) throw_type_error("where must be a str, not " + type_name(argument));
+  const auto where = argument.cast<std::string>();
+  if (where == "auto") return AttendWhere::kAuto;
+  if (where == "here") return AttendWhere::kHere;
+  if (where == "there") return AttendWhere::kThere;
+  throw_argument("where is '" + where + "', and may be auto, here or there");
+}
+
 Attend::Request request_from(const Pool& pool, py::handle layer, const py::object& q_argument,
                              const py::object& sequences_argument, const py::object& query_tokens_argument,
-                             const py::object& scale, py::handle causal) {
+                             const py::object& scale, py::handle causal, const py::object& where) {
   Attend::Request request;
+  request.where = where_from(where);
   const std::size_t layer_number = count_from(layer, "layer");
   request.layer = static_cast<std::uint32_t>(std::min<std::size_t>(layer_number, UINT32_MAX));
   request.scale = scale_from(scale);
@@ -153,11 +163,12 @@ Attend::Request request_from(const Pool& pool, py::handle layer, const py::objec
 }
 
 AttendHandle attend(const NodePointer& node, py::handle layer, const py::object& q, const py::object& sequences,
-                    const py::object& query_tokens, const py::object& scale, py::handle causal, py::handle timeout) {
+                    const py::object& query_tokens, const py::object& scale, py::handle causal, const py::object& where,
+                    py::handle timeout) {
   Pool& pool = node->pool();
   pool.guard();
   SequenceBlocks::check_pool(pool);
-  Attend::Request request = request_from(pool, layer, q, sequences, query_tokens, scale, causal);
+  Attend::Request request = request_from(pool, layer, q, sequences, query_tokens, scale, causal, where);
   const std::int64_t deadline = deadline_from(timeout, node->timeout_ns());
   const GilReleased released;
   return {node, Attend::start(*node, std::move(request), deadline), {}};
@@ -222,13 +233,18 @@ const char* way_name(AttendWay way) {
   return "";
 }
 
+py::tuple tokens_of_peers(const Attend::SequencePlan::Tokens& tokens) {
+  py::list list;
+  for (const auto& [peer, count] : tokens) list.append(py::make_tuple(peer, count));
+  return py::tuple(list);
+}
+
 py::tuple plan_of(const AttendHandle& handle) {
   const Attend::Plan& plan = task_of(handle).plan();
   py::list items;
   for (const Attend::SequencePlan& one : plan.sequences) {
-    py::list there;
-    for (const auto& [peer, tokens] : one.there) there.append(py::make_tuple(peer, tokens));
-    items.append(py::make_tuple(way_name(one.here.way), one.here.head_groups, one.here.nodes, py::tuple(there)));
+    items.append(py::make_tuple(way_name(one.here.way), one.here.head_groups, one.here.nodes,
+                                tokens_of_peers(one.there), tokens_of_peers(one.mapped)));
   }
   return py::make_tuple(kernel_name(plan.kernel), plan.threads, items);
 }
@@ -297,8 +313,8 @@ Raises:
       .def(
           "close", [](const SequenceHandle& handle) { sequence_of(handle).close(); },
           "Lets the blocks go, at once or when no attention reads them any longer. Idempotent.")
-      .def_property_readonly(
-          "_block_tokens", [](const SequenceHandle& handle) { return handle.node->pool().layout().block_tokens; })
+      .def_property_readonly("_block_tokens",
+                             [](const SequenceHandle& handle) { return handle.node->pool().layout().block_tokens; })
       .def_property_readonly("_pool", [](const SequenceHandle& handle) { return handle.node; })
       .def("__enter__", [](const py::object& self) { return self; })
       .def("__exit__", [](const SequenceHandle& handle, const py::args&) { sequence_of(handle).close(); })
@@ -388,10 +404,11 @@ Raises:
     ArgumentError: The blocks hold fewer tokens than `tokens`, or one is no address.)")
       .def("attend", &attend, py::arg("layer"), py::arg("q"), py::arg("seqs"), py::kw_only(),
            py::arg("query_tokens") = py::none(), py::arg("scale") = py::none(), py::arg("causal") = true,
-           py::arg("timeout") = py::none(),
+           py::arg("where") = "auto", py::arg("timeout") = py::none(),
            R"(Attention of one layer over sequences, on the CPU, where their blocks are. Does not wait.
 
-Of blocks that lie with peers, the peers compute the part: the query goes there, and the part comes back.
+For blocks that lie with peers, the query goes to the peer, which computes their part and sends it back; or this pool
+reads them from here, if the peer is on this host and its memory is mapped (routes ``shm`` and ``loopback``).
 
 For decoding: up to 16 query tokens a sequence. Longer chunks of a prompt are faster with the engine's own kernel, whose
 result joins by `PartialAttention.from_lse`. K and V of the query tokens must have been written before the call; blocks
@@ -408,6 +425,8 @@ Args:
     scale: Of the scores; None: 1 / sqrt(head_dim).
     causal: Whether a query token sees only the tokens up to its own. False: it sees all, as queries do that stand behind
         all tokens of the sequence, when the part will be merged with one over their own tokens.
+    where: "auto" takes, peer by peer, the way that makes the call fastest by what earlier calls took, and reads from here
+        what a peer is too busy for. "there": the peers compute. "here": this pool reads the peers' memory.
     timeout: Seconds that peers have; None: the setting ``timeout_s``.
 
 Returns:
@@ -418,7 +437,7 @@ Raises:
     ArgumentTypeError: An argument has the wrong type.
     NotOwner: A sequence of another pool.
     StateError: A sequence is closed.
-    Unsupported: As `sequence`.)");
+    Unsupported: As `sequence`; or "here", and the memory of a peer is not mapped.)");
 }
 
 }  // namespace kvpool::bindings

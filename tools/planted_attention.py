@@ -87,8 +87,8 @@ ATTENTION_BUGS: Final[tuple[Bug, ...]] = (
         "a block that an attention still reads is given to another owner: a plausible, wrong result",
         in_cpp(
             "sequences/sequence_blocks.cpp",
-            "if (one.before > oldest) return false;",
-            "if (one.before > oldest + 1) return false;",
+            "if (readings_.any_before(one.before)) return false;",
+            "if (readings_.any_before(0)) return false;",
         ),
         ("sequence_blocks_test.cpp",),
     ),
@@ -103,7 +103,7 @@ ATTENTION_BUGS: Final[tuple[Bug, ...]] = (
         "view-leaked",
         "views",
         "blocks that a borrower viewed stay held when it dies: the creditor's memory runs out",
-        in_cpp("views/peer_views.cpp", "    views.swap(views_);\n", ""),
+        in_cpp("views/peer_views.cpp", "return !entry.second.by_mapping;", "return false;"),
         ("remote_attend_test.cpp",),
     ),
     Bug(
@@ -111,7 +111,9 @@ ATTENTION_BUGS: Final[tuple[Bug, ...]] = (
         "transfer",
         "recalled blocks stay held by the borrower's view: the owner does not get its memory back",
         in_cpp(
-            "transfer/session_recall.cpp", "if (reads != nullptr) reads->on_recalled", "if (late) reads->on_recalled"
+            "transfer/session_recall.cpp",
+            "count_read(result, reads->on_recalled(asked->addresses));",
+            "count_read(result, 0);",
         ),
         ("remote_attend_test.cpp", "recall_test.cpp"),
     ),
@@ -137,8 +139,8 @@ ATTENTION_BUGS: Final[tuple[Bug, ...]] = (
         "a creditor dies, and the error does not say which tokens are lost: the engine computes the whole prompt again",
         in_cpp(
             "distributed/attend.cpp",
-            "part.lost = failure && failure->code() == ErrorCode::kPeerLost;",
-            "part.lost = failure && failure->code() == ErrorCode::kClosed;",
+            "part.lost = failure && failure->code() == ErrorCode::kPeerLost;\n  end_part(failure ? &*failure",
+            "part.lost = failure && failure->code() == ErrorCode::kClosed;\n  end_part(failure ? &*failure",
         ),
         ("remote_attend_test.cpp",),
     ),

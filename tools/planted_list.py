@@ -147,7 +147,9 @@ BUGS: Final[tuple[Bug, ...]] = (
         "body-too-long",
         "net",
         "a peer says how much memory this side takes for a frame",
-        in_cpp("net/frame_tag.cpp", "if (header.body_bytes <= most) return;", "if (header.body_bytes / 2 <= most) return;"),
+        in_cpp(
+            "net/frame_tag.cpp", "if (header.body_bytes <= most) return;", "if (header.body_bytes / 2 <= most) return;"
+        ),
         ("frame_fuzz_test.cpp", "strange_frames_test.cpp", "sock_link_test.cpp"),
     ),
     Bug(
@@ -311,7 +313,11 @@ BUGS: Final[tuple[Bug, ...]] = (
         "urgent-work-waits",
         "exec",
         "a key that waits with background work is not moved up when a peer waits for what it has got since (12)",
-        in_cpp("exec/serial_executor.cpp", "one.awaits_any(priority)) return", "one.awaits_any(Priority::kBackground)) return"),
+        in_cpp(
+            "exec/serial_executor.cpp",
+            "one.awaits_any(priority)) return",
+            "one.awaits_any(Priority::kBackground)) return",
+        ),
         ("serial_executor_test.cpp",),
     ),
     Bug(

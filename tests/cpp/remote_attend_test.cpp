@@ -35,9 +35,11 @@ bool comes_true(Holds holds) {
 }
 
 struct Member {
-  explicit Member(const std::string& name, std::uint32_t blocks = 64, std::uint32_t attend_lent_max = 64)
+  explicit Member(const std::string& name, std::uint32_t blocks = 64, std::uint32_t attend_lent_max = 64,
+                  const std::string& route = "")
       : node(make_attendable_node(blocks)) {
     ServiceOptions options;
+    if (!route.empty()) options.routes = {route};
     options.name = name;
     options.secret = "s3cret";
     options.attend_lent_max = attend_lent_max;
@@ -54,7 +56,8 @@ struct Member {
 };
 
 struct Three {
-  explicit Three(std::uint32_t blocks = 64) : a("a", blocks), b("b", blocks), c("c", blocks) {
+  explicit Three(std::uint32_t blocks = 64, const std::string& route = "")
+      : a("a", blocks, 64, route), b("b", blocks, 64, route), c("c", blocks, 64, route) {
     a.meet(b);
     a.meet(c);
   }
@@ -96,8 +99,9 @@ void fill_randomly(PoolOf pool_of, const Addresses& addresses) {
 }
 
 std::vector<PartialAttention> attended(PeerNode& node, const std::shared_ptr<Sequence>& sequence,
-                                       std::uint32_t query_tokens = 1) {
+                                       std::uint32_t query_tokens = 1, AttendWhere where = AttendWhere::kAuto) {
   Attend::Request request = request_of({});
+  request.where = where;
   request.sequences.push_back({sequence, query_tokens});
   std::mt19937 random(5);  // NOLINT(bugprone-random-generator-seed)
   const std::vector<float> q = random_floats(random, std::size_t{query_tokens} * kQueryHeads * kDim);
@@ -129,10 +133,12 @@ TEST_CASE("the result has the same bits wherever whole leaves of a sequence lie"
   const auto parts = sequence_of(*three.a.node, spread, tokens);
   for (const std::uint32_t query_tokens : {1U, 4U}) {
     const PartialAttention wanted = attended(*one.node, whole, query_tokens).front();
-    const PartialAttention found = attended(*three.a.node, parts, query_tokens).front();
-    CHECK(found.exact());
-    CHECK(found.kernel() == wanted.kernel());
-    CHECK(output(found, tokens) == output(wanted, tokens));
+    for (const AttendWhere where : {AttendWhere::kAuto, AttendWhere::kHere, AttendWhere::kThere}) {
+      const PartialAttention found = attended(*three.a.node, parts, query_tokens, where).front();
+      CHECK(found.exact());
+      CHECK(found.kernel() == wanted.kernel());
+      CHECK(output(found, tokens) == output(wanted, tokens));
+    }
   }
 }
 
@@ -163,7 +169,9 @@ TEST_CASE("a batch asks each peer once, with the tokens of all its sequences the
   const auto mixed = sequence_of(*three.a.node, Addresses{at_b[0], here[0]});
   const auto there = sequence_of(*three.a.node, Addresses{at_b[1]}, 3);
   const auto all_here = sequence_of(*three.a.node, Addresses{here[1]});
-  const auto attend = Attend::start(*three.a.node, request_of({mixed, there, all_here}), soon());
+  Attend::Request request = request_of({mixed, there, all_here});
+  request.where = AttendWhere::kThere;
+  const auto attend = Attend::start(*three.a.node, std::move(request), soon());
   REQUIRE(attend->wait(soon()));
   attend->rethrow_if_failed();
   using Peers = std::vector<std::pair<std::string, std::uint64_t>>;
@@ -180,7 +188,7 @@ TEST_CASE("long queries and answers are spread over several calls") {
   RemoteParts parts({0, 128, DType::kFloat32, std::nullopt, true, Priority::kDecode, {}, {}}, 256);
   const Three three;
   const auto session = three.a.service->reach_owner(three.a.borrow("b", 1), soon());
-  const RemoteView view(session);
+  const auto view = RemoteView::open(session);
   const std::vector<std::byte> q(std::size_t{16} * 128 * 256 * sizeof(float));  // 2 MiB
   std::uint64_t tokens = 0;
   for (std::size_t i = 0; i < 3; ++i) {
@@ -329,7 +337,7 @@ TEST_CASE("a peer that dies costs the tokens that it had and no others") {
 
 TEST_CASE("a peer that computes for too many calls refuses more, and one that computes for none refuses all") {
   const Member a("a", 4);
-  const Member busy("busy", 1024, 1);
+  const Member busy("busy", 1024, 1, "sock");  // whose memory is not mapped
   const Member none("none", 4, 0);
   a.meet(busy);
   a.meet(none);
@@ -354,15 +362,75 @@ TEST_CASE("a peer that computes for too many calls refuses more, and one that co
   CHECK(refusals < 40);
 }
 
+TEST_CASE("what a peer is too busy for is read from here where its memory is mapped") {
+  const Member a("a", 4);
+  const Member b("b", 1024, 1);
+  a.meet(b);
+  const Addresses at_b = a.borrow("b", 1024);
+  fill_values(b.pool(), at_b, 0, 2.5F);
+  const auto sequence = sequence_of(*a.node, at_b);
+  std::vector<std::shared_ptr<Attend>> attends;
+  for (int i = 0; i < 40; ++i) attends.push_back(Attend::start(*a.node, request_of({sequence}), soon()));
+  for (const auto& attend : attends) {
+    REQUIRE(attend->wait(soon()));
+    attend->rethrow_if_failed();
+    CHECK(finished(*attend).front() == all_of_value(2.5F));
+  }
+}
+
+TEST_CASE("a peer's memory that is not mapped is not read from here") {
+  const Three three(8, "sock");
+  const auto sequence = sequence_of(*three.a.node, three.a.borrow("b", 1));
+  Attend::Request request = request_of({sequence});
+  request.where = AttendWhere::kHere;
+  CHECK(code_of([&] { Attend::start(*three.a.node, std::move(request), soon()); }) == ErrorCode::kUnsupported);
+  const auto attend = Attend::start(*three.a.node, request_of({sequence}), soon());
+  REQUIRE(attend->wait(soon()));
+  CHECK(attend->plan().sequences[0].there.size() == 1);
+  CHECK_NOTHROW(attend->rethrow_if_failed());
+}
+
+TEST_CASE("blocks that are being read from here stay as they are when they are recalled, or the link ends") {
+  for (const bool recall : {true, false}) {
+    CAPTURE(recall);
+    Three three(8);
+    const Addresses at_b = three.a.borrow("b", 2);
+    fill_values(three.b.pool(), at_b, 0, 1.25F);
+    const auto sequence = sequence_of(*three.a.node, at_b);
+    Attend::Request request = request_of({sequence});
+    request.where = AttendWhere::kHere;
+    auto reading = std::make_unique<Attend>(*three.a.node, std::move(request));  // nobody computes yet
+    std::thread parting;
+    if (recall) {
+      const RecallResult result = three.b.service->recall("a", at_b, Waiting(monotonic_ns() + 20'000'000));
+      CHECK(result.quarantined == 2);
+      CHECK(result.freed == 0);
+    } else {
+      parting = std::thread([&] { three.b.service->disconnect("a"); });
+      CHECK(comes_true([&] { return sequence->lost().size() == 1; }));
+    }
+    CHECK(free_blocks(three.b.pool()) == 6);
+    CHECK(reading->wait(soon()));
+    reading->rethrow_if_failed();
+    CHECK(finished(*reading).front() == all_of_value(1.25F));
+    reading.reset();
+    CHECK(comes_true([&] { return free_blocks(three.b.pool()) == 8; }));
+    if (parting.joinable()) parting.join();
+    three.b.pool().audit();
+  }
+}
+
 TEST_CASE("attention that is late or cancelled ends at once here and soon at the peer") {
   const Three three(8);
   const auto sequence = sequence_of(*three.a.node, three.a.borrow("b", 2));
-  const auto late = Attend::start(*three.a.node, request_of({sequence}), monotonic_ns());
+  Attend::Request there = request_of({sequence});
+  there.where = AttendWhere::kThere;
+  const auto late = Attend::start(*three.a.node, Attend::Request(there), monotonic_ns());
   REQUIRE(late->wait(soon()));
   const auto failure = error_of([&] { late->rethrow_if_failed(); });
   CHECK((!failure || failure->code() == ErrorCode::kDeadline));  // an answer may be faster than the clock
   for (int round = 0; round < 20; ++round) {
-    const auto cancelled = Attend::start(*three.a.node, request_of({sequence}), soon());
+    const auto cancelled = Attend::start(*three.a.node, Attend::Request(there), soon());
     const bool was_first = cancelled->cancel();
     REQUIRE(cancelled->wait(soon()));
     CHECK(error_of([&] { cancelled->rethrow_if_failed(); }).has_value() == was_first);

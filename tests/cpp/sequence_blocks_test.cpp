@@ -77,12 +77,12 @@ TEST_CASE("removed blocks are let go when the readings from before have ended") 
   pool->free(addresses.data(), 4);
   CHECK(free_blocks(*pool) == 0);
   {
-    auto before = std::make_unique<SequenceBlocks::Reading>(blocks->read());
+    auto before = std::make_unique<ReadableBlocks>(blocks->read());
     CHECK(blocks->remove({1, 2}) == 2);
-    const SequenceBlocks::Reading behind = blocks->read();
+    const ReadableBlocks behind = blocks->read();
     CHECK(free_blocks(*pool) == 0);
-    CHECK(before->runs().find({0, 4}).has_value());
-    CHECK_FALSE(behind.runs().find({1, 1}).has_value());
+    CHECK(before->runs->find({0, 4}).has_value());
+    CHECK_FALSE(behind.runs->find({1, 1}).has_value());
     before.reset();
     CHECK(free_blocks(*pool) == 2);
     blocks->close();
@@ -102,11 +102,11 @@ TEST_CASE("an exchange of blocks happens whole or not at all") {
   blocks->add(0, {addresses.data(), 2});
   const std::vector<SequenceBlocks::Added> bad = {{0, {&addresses[2], 1}}, {1, stale}};
   CHECK(code_of([&] { blocks->exchange({0, 2}, bad); }) == ErrorCode::kStaleAddress);
-  CHECK(std::ranges::equal(*blocks->read().runs().find({0, 2}), std::span(addresses).first(2)));
+  CHECK(std::ranges::equal(*blocks->read().runs->find({0, 2}), std::span(addresses).first(2)));
   pool->free(&addresses[2], 1);
   CHECK(free_blocks(*pool) == 3);  // not held
   blocks->exchange({0, 1}, {{0, {&addresses[3], 1}}});
-  CHECK(blocks->read().runs().find({0, 1})->front() == addresses[3]);
+  CHECK(blocks->read().runs->find({0, 1})->front() == addresses[3]);
   pool->free(addresses.data(), 1);
   CHECK(free_blocks(*pool) == 4);
   CHECK(blocks->drop(std::vector<Address>{addresses[3]}) == 1);
@@ -186,7 +186,7 @@ TEST_CASE("a layer's K and V are found in every block of both tiers") {
   Addresses addresses = alloc(*pool, 2, Medium::kHbm);
   for (const Address address : alloc(*pool, 2, Medium::kDram)) addresses.push_back(address);
   const std::size_t piece = pool->layout().piece_bytes[0];
-  const LayerPlaces places(pool->layout(), pool->arenas(), 1);
+  const LayerPlaces places(pool->layout(), readable_segments(pool->arenas()), 1);
   std::vector<const std::byte*> k(4);
   std::vector<const std::byte*> v(4);
   places.fill(addresses, k.data(), v.data());
@@ -208,8 +208,8 @@ TEST_CASE("K or V that is cut into several runs of bytes is refused") {
                                    {memory.data() + 4 * piece, 2 * piece, 2 * piece}};
   MediumMap<std::shared_ptr<Arena>> arenas;
   arenas[Medium::kHbm] = make_adopted_arena(Medium::kHbm, 2, std::move(segments), nullptr);
-  CHECK(code_of([&] { LayerPlaces(options.layout, arenas, 0); }) == ErrorCode::kUnsupported);
-  const LayerPlaces second(options.layout, arenas, 1);
+  CHECK(code_of([&] { LayerPlaces(options.layout, readable_segments(arenas), 0); }) == ErrorCode::kUnsupported);
+  const LayerPlaces second(options.layout, readable_segments(arenas), 1);
   const Address address = make_address(0, Medium::kHbm, 1, 1);
   const std::byte* k = nullptr;
   const std::byte* v = nullptr;

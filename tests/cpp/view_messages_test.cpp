@@ -38,8 +38,9 @@ AttendedBody answer() {
 }
 
 TEST_CASE("requests to view, unview and attend are read as they were written") {
-  const ViewBody view = read_view(write_body(ViewBody{5, 9, {1, 2, 3}}));
+  const ViewBody view = read_view(write_body(ViewBody{5, true, 9, {1, 2, 3}}));
   CHECK(view.view == 5);
+  CHECK(view.by_mapping);
   CHECK(view.first == 9);
   CHECK(view.addresses == std::vector<Address>{1, 2, 3});
   const UnviewBody unview = read_unview(write_body(UnviewBody{5, {9, 2}}));
@@ -110,7 +111,7 @@ TEST_CASE("requests with numbers that no pool of ours sends are refused") {
   CHECK(refused([](AttendBody& body) { body.scale = std::numeric_limits<float>::infinity(); }));
   CHECK(refused([](AttendBody& body) { body.query_dtype = DType::kInt8; }));
   CHECK(refused([](AttendBody& body) { body.priority = static_cast<Priority>(3); }));
-  CHECK(code_of([] { read_view(write_body(ViewBody{1, kSequenceTokensMax + 1, {}})); }) == ErrorCode::kProtocol);
+  CHECK(code_of([] { read_view(write_body(ViewBody{1, false, kSequenceTokensMax + 1, {}})); }) == ErrorCode::kProtocol);
   CHECK(code_of([] { read_unview(write_body(UnviewBody{1, {2, UINT64_MAX}})); }) == ErrorCode::kProtocol);
 }
 
@@ -137,7 +138,7 @@ TEST_CASE("bodies that are cut or changed anywhere are refused or read without h
   };
   try_all(write_body(asked()), attend);
   try_all(write_body(answer()), attended);
-  try_all(write_body(ViewBody{5, 9, {1, 2, 3}}), view);
+  try_all(write_body(ViewBody{5, true, 9, {1, 2, 3}}), view);
   try_all(write_body(UnviewBody{5, {9, 2}}), unview);
 }
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -64,7 +65,7 @@ def test_offloaded_leaves_give_the_same_bits_and_come_home_again(three):
         assert len(set(seq.instances)) == 3
         assert free_of(a) == 3 * LEAF - 2
         assert free_of(b) == free_of(c) == 3 * LEAF
-        handle = a.attend(1, query(), [seq])
+        handle = a.attend(1, query(), [seq], where="there")
         assert dict(handle.explain().sequences[0].there) == {"b": 1024, "c": 1024}
         part = handle.wait()
         assert part.exact
@@ -171,10 +172,14 @@ def test_blocks_that_a_peer_recalls_are_stale(three):
     a, b, _ = three
     with a.sequence(written(a, 4)) as seq:
         a.free(seq.offload(2, "b"))
-        assert b.peers.recall("a", timeout=0.05).freed >= 0
+        result = b.peers.recall("a", timeout=0.05)
+        assert result.freed + result.quarantined == 2
+        deadline = time.monotonic() + 10  # quarantined until this pool has said that it no longer reads them
+        while free_of(b) < 4 * LEAF and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert free_of(b) == 4 * LEAF
         with pytest.raises(kvpool.StaleAddress):
             out(a, seq)
-        assert free_of(b) == 4 * LEAF
         assert seq.lost == []
 
 
@@ -187,13 +192,38 @@ def test_a_pool_that_lends_no_attention_says_so():
         with a.sequence(written(a, 3)) as seq:
             seq.offload(2, "b")
             with pytest.raises(kvpool.Unsupported):
-                out(a, seq)
+                out(a, seq, where="there")
+            assert out(a, seq, where="here").shape == (1, 4, 16)
+
+
+def test_every_way_gives_the_same_bits_over_every_route():
+    for routes in (["shm", "loopback"], ["sock"]):
+        a, b = (pool_of(hbm=0, dram=3 * LEAF, name=name, secret="s", routes=routes) for name in "ab")
+        with a, b:
+            a.peers.connect(listening(b))
+            with a.sequence(written(a, 2 * LEAF + 1)) as seq:
+                want = out(a, seq)
+                a.free(seq.offload(2 * LEAF, "b"))
+                for where in ("there", "auto", "here", "auto"):
+                    if where == "here" and routes == ["sock"]:
+                        with pytest.raises(kvpool.Unsupported):
+                            out(a, seq, where=where)
+                        continue
+                    handle = a.attend(1, query(), [seq], where=where)
+                    assert np.array_equal(handle.wait().finish("float32"), want)
+                    plan = handle.explain().sequences[0]
+                    assert dict(plan.there + plan.mapped) == {"b": 2048}
+                    assert where == "auto" or (plan.mapped == ()) == (where == "there")
 
 
 def test_wrong_arguments_change_nothing(three):
     a, *_ = three
     with a.sequence(written(a, 3)) as seq:
         before = seq.addrs
+        with pytest.raises(kvpool.ArgumentError):
+            a.attend(0, query(), [seq], where="elsewhere")
+        with pytest.raises(kvpool.ArgumentTypeError):
+            a.attend(0, query(), [seq], where=None)
         for first, addrs in ((3, before[:1]), (-1, before[:1]), (0, [1 << 60])):
             with pytest.raises(kvpool.Error):
                 seq.replace(first, addrs)
@@ -259,10 +289,10 @@ def test_a_creditor_that_is_stopped_costs_no_more_than_the_deadline(three):
             seq.offload(2, "creditor")
             process.send_signal(signal.SIGSTOP)
             with pytest.raises(kvpool.DeadlineExceeded):
-                out(a, seq, timeout=0.2)
+                out(a, seq, timeout=0.2, where="there")
             process.send_signal(signal.SIGCONT)
             # A late answer to the first call is not taken for one to this.
-            np.testing.assert_allclose(out(a, seq), want, rtol=2e-6, atol=2e-6)
+            np.testing.assert_allclose(out(a, seq, where="there"), want, rtol=2e-6, atol=2e-6)
     finally:
         process.kill()
         process.wait()

@@ -39,10 +39,12 @@ std::shared_ptr<Attend> Attend::start(PeerNode& node, Request&& request, std::in
 }
 
 Attend::Attend(PeerNode& node, Request&& request)
-    : node_(node), query_heads_(request.query_heads), causal_(request.causal) {
+    : node_(node), query_heads_(request.query_heads), causal_(request.causal), where_(request.where) {
   Pool& pool = node.pool();
   pool.guard();
   AttendRequest here{request.layer, request.query_heads, request.query_dtype, request.scale, request.causal, {}, {}};
+  std::uint64_t query_tokens = 0;
+  std::uint64_t own_tokens = 0;
   for (std::size_t i = 0; i < request.sequences.size(); ++i) {
     const Entry& entry = request.sequences[i];
     if (&entry.sequence->node() != &node) {
@@ -52,27 +54,105 @@ Attend::Attend(PeerNode& node, Request&& request)
     Sequence::Snapshot& snapshot = unsent_.emplace_back(entry.sequence->snapshot());
     if (request.causal) check_query(i, snapshot.tokens, entry.query_tokens);
     tokens_.push_back(snapshot.tokens);
-    std::vector<TokenRange>& ranges = here_.emplace_back();
+    query_at_.push_back(query_tokens);
+    std::vector<TokenRange> ranges;
     for (const Sequence::Place& place : snapshot.places) {
       const TokenRange range = entry.sequence->tokens_in(place.blocks, snapshot.tokens);
-      if (place.view == nullptr && range.tokens() > 0) ranges.push_back(range);
+      if (place.view != nullptr || range.tokens() == 0) continue;
+      ranges.push_back(range);
+      own_tokens += range.tokens();
     }
-    here.entries.push_back(
-        {std::move(snapshot.here), ranges, entry.query_tokens, query_begin(snapshot.tokens, entry.query_tokens)});
+    here.entries.push_back({std::move(snapshot.here), std::move(ranges), query_tokens, entry.query_tokens,
+                            query_begin(snapshot.tokens, entry.query_tokens)});
+    query_tokens += entry.query_tokens;
   }
+  std::vector<Away> away = find_away(request);
+  choose_ways(away, request.where, own_tokens);
+  add_entries_here(here, away);
   here.q = std::move(request.q);
-  task_.emplace(pool, std::move(here), node.attender());
-  add_remote_parts(request);
-  make_plan();
+  for (const AttendEntry& entry : here.entries) items_.push_back(std::max<std::size_t>(entry.ranges.size(), 1));
+  task_.emplace(pool, std::move(here), query_tokens, node.attender());
+  add_remote_parts(request, away);
+  make_plan(away);
+}
+
+std::uint64_t Attend::token_bytes() const noexcept {
+  const PageFormat& format = node_.pool().layout().format;
+  return std::uint64_t{2} * format.kv_heads * format.head_dim * dtype_bytes(format.dtype);
+}
+
+std::vector<Attend::Away> Attend::find_away(const Request& request) const {
+  std::vector<Away> away;
+  for (std::size_t i = 0; i < unsent_.size(); ++i) {
+    for (const Sequence::Place& place : unsent_[i].places) {
+      if (place.view == nullptr) continue;
+      const TokenRange range = request.sequences[i].sequence->tokens_in(place.blocks, tokens_[i]);
+      if (range.tokens() == 0) continue;
+      const bool readable = !place.view->session().lost() && place.view->is_readable(place.blocks);
+      away.push_back({i, place.view, range, readable});
+    }
+  }
+  return away;
+}
+
+// Blocks that were recalled, or whose peer is lost, are asked for there: the answer says what became of them.
+void Attend::choose_ways(std::vector<Away>& away, AttendWhere where, std::uint64_t own_tokens) const {
+  if (away.empty() || where == AttendWhere::kThere) return;
+  std::vector<const Session*> sessions;
+  std::vector<PeerOption> peers;
+  for (const Away& one : away) {
+    Session& session = one.view->session();
+    if (where == AttendWhere::kHere && !one.view->is_mapped() && !session.lost()) {
+      throw Error(ErrorCode::kUnsupported,
+                  "the memory of peer " + session.peer().name + " is not mapped here: it cannot be read from here");
+    }
+    const auto at = static_cast<std::size_t>(std::ranges::find(sessions, &session) - sessions.begin());
+    if (at == sessions.size()) {
+      sessions.push_back(&session);
+      peers.push_back({&session.attend_pace(), 0, true});
+    }
+    peers[at].bytes += one.range.tokens() * token_bytes();
+    peers[at].readable = peers[at].readable && one.readable;
+  }
+  std::vector<bool> from_here(peers.size(), true);
+  if (where == AttendWhere::kAuto) {
+    from_here = read_from_here(own_tokens * token_bytes(), node_.attender().pace(), peers, monotonic_ns());
+  }
+  for (Away& one : away) {
+    const auto at = static_cast<std::size_t>(std::ranges::find(sessions, &one.view->session()) - sessions.begin());
+    one.from_here = from_here[at] && one.readable;
+  }
+}
+
+// An entry for each view of which something is read from here, behind those of the sequences.
+void Attend::add_entries_here(AttendRequest& here, std::vector<Away>& away) {
+  for (std::size_t i = 0; i < tokens_.size(); ++i) positions_.push_back(i);
+  const RemoteView* last = nullptr;
+  for (Away& one : away) {
+    if (!one.from_here) continue;
+    if (one.view.get() == last && positions_.back() == one.position) {
+      here.entries.back().ranges.push_back(one.range);
+      continue;
+    }
+    std::optional<ReadableBlocks> blocks;
+    const auto failure = failure_of([&] { blocks = one.view->read(); });
+    if (failure && failure->code() != ErrorCode::kPeerLost) throw Error(*failure);
+    if (failure) {
+      one.from_here = false;
+      continue;
+    }
+    const AttendEntry& own = here.entries[one.position];
+    here.entries.push_back({std::move(*blocks), {one.range}, own.query_at, own.query_tokens, own.query_begin});
+    positions_.push_back(one.position);
+    last = one.view.get();
+  }
 }
 
 // REQUIRES: the task has checked the request.
-void Attend::add_remote_parts(const Request& request) {
-  const bool all_here = std::ranges::all_of(unsent_, [](const Sequence::Snapshot& snapshot) {
-    return std::ranges::all_of(snapshot.places, [](const Sequence::Place& place) { return place.view == nullptr; });
-  });
-  if (all_here) return;
+void Attend::add_remote_parts(const Request& request, const std::vector<Away>& away) {
+  if (std::ranges::all_of(away, &Away::from_here)) return;
   const std::uint32_t head_dim = node_.pool().layout().format.head_dim;
+  const std::size_t query_bytes = std::size_t{query_heads_} * head_dim * dtype_bytes(request.query_dtype);
   RemoteParts parts({request.layer,
                      request.query_heads,
                      request.query_dtype,
@@ -82,42 +162,37 @@ void Attend::add_remote_parts(const Request& request) {
                      {},
                      {}},
                     head_dim);
-  std::span<const std::byte> q = task_->queries();
-  for (std::size_t i = 0; i < tokens_.size(); ++i) {
-    const std::uint32_t query_tokens = request.sequences[i].query_tokens;
-    const std::size_t bytes =
-        std::size_t{query_tokens} * request.query_heads * head_dim * dtype_bytes(request.query_dtype);
-    for (const Sequence::Place& place : unsent_[i].places) {
-      const TokenRange range = request.sequences[i].sequence->tokens_in(place.blocks, tokens_[i]);
-      if (place.view == nullptr || range.tokens() == 0) continue;
-      parts.add(*place.view, i, query_tokens, query_begin(tokens_[i], query_tokens), q.first(bytes), range);
-    }
-    q = q.subspan(bytes);
+  for (const Away& one : away) {
+    if (one.from_here) continue;
+    const std::uint32_t query_tokens = request.sequences[one.position].query_tokens;
+    const auto q = task_->queries().subspan(query_at_[one.position] * query_bytes, query_tokens * query_bytes);
+    parts.add(one.view, one.position, query_tokens, query_begin(tokens_[one.position], query_tokens), q, one.range);
   }
   remote_ = std::move(parts).take();
   parts_left_.fetch_add(remote_.size());
 }
 
-// The plan of this pool has an item for each range, and one for a sequence of which nothing lies here.
-void Attend::make_plan() {
+void Attend::make_plan(const std::vector<Away>& away) {
   const AttendPlan& here = task_->plan();
-  plan_ = {here.kernel, here.threads, {}};
-  std::size_t next = 0;
-  for (std::size_t i = 0; i < tokens_.size(); ++i) {
-    SequencePlan& plan = plan_.sequences.emplace_back();
-    plan.here = here.items[next++];
-    for (std::size_t range = 1; range < here_[i].size(); ++range) {
-      const AttendPlan::Item& item = here.items[next++];
-      plan.here.way = std::max(plan.here.way, item.way);
-      plan.here.head_groups = std::max(plan.here.head_groups, item.head_groups);
-      plan.here.nodes += item.nodes;
+  plan_ = {here.kernel, here.threads, std::vector<SequencePlan>(tokens_.size())};
+  auto next = here.items.begin();
+  for (std::size_t entry = 0; entry < items_.size(); ++entry) {
+    AttendPlan::Item& item = plan_.sequences[positions_[entry]].here;
+    for (std::size_t i = 0; i < items_[entry]; ++i, ++next) {
+      item.way = std::max(item.way, next->way);
+      item.head_groups = std::max(item.head_groups, next->head_groups);
+      item.nodes += next->nodes;
     }
   }
-  for (const RemotePart& part : remote_) {
-    for (std::size_t i = 0; i < part.positions.size(); ++i) {
-      std::uint64_t tokens = 0;
-      for (const TokenRange& range : part.asked.items[i].ranges) tokens += range.tokens();
-      plan_.sequences[part.positions[i]].there.emplace_back(part.session->peer().name, tokens);
+  for (const Away& one : away) {
+    SequencePlan& plan = plan_.sequences[one.position];
+    SequencePlan::Tokens& peers = one.from_here ? plan.mapped : plan.there;
+    const std::string& name = one.view->session().peer().name;
+    const auto known = std::ranges::find(peers, name, &SequencePlan::Tokens::value_type::first);
+    if (known == peers.end()) {
+      peers.emplace_back(name, one.range.tokens());
+    } else {
+      known->second += one.range.tokens();
     }
   }
 }
@@ -128,6 +203,7 @@ void Attend::send(std::int64_t until_ns) {
     const auto failure = failure_of([&] {
       PeerCalls& calls = part.session->calls();
       part.id = calls.next_id();
+      part.sent_ns = monotonic_ns();
       calls.begin(kAttendVerb, part.id, write_body(part.asked), until_ns,
                   [self = shared_from_this(), &part](const Message* answer, const Error* error) {
                     self->on_answer(part, answer, error);
@@ -136,7 +212,8 @@ void Attend::send(std::int64_t until_ns) {
     if (failure) on_answer(part, nullptr, &*failure);
   }
   unsent_.clear();
-  const bool nothing_here = std::ranges::all_of(here_, [](const auto& ranges) { return ranges.empty(); });
+  const bool nothing_here =
+      std::ranges::all_of(plan_.sequences, [](const SequencePlan& plan) { return plan.here.nodes == 0; });
   if (nothing_here) return compute();
   node_.attender().start(Priority::kDecode, [self = shared_from_this()] { self->compute(); });
 }
@@ -144,19 +221,27 @@ void Attend::send(std::int64_t until_ns) {
 void Attend::compute() noexcept {
   Phase before = Phase::kWaiting;
   if (!phase_.compare_exchange_strong(before, Phase::kComputing)) return;
-  const auto failure = failure_of([&] { parts_ = task_->run(); });
+  const auto failure = failure_of([&] {
+    std::vector<PartialAttention> parts = task_->run();
+    for (std::size_t i = tokens_.size(); i < parts.size(); ++i) parts[positions_[i]].merge(std::move(parts[i]));
+    parts.erase(parts.begin() + static_cast<std::ptrdiff_t>(tokens_.size()), parts.end());
+    parts_ = std::move(parts);
+  });
   task_.reset();
   phase_.store(Phase::kEnded);
   end_part(failure ? &*failure : nullptr);
 }
 
-// An answer that is none to what was asked says that the peer is broken.
+// An answer to another question says that the peer is broken.
 void Attend::on_answer(RemotePart& part, const Message* answer, const Error* error) noexcept {
   if (part.over.exchange(true)) return;
   std::optional<Error> failure;
   if (error != nullptr) {
+    if (error->code() == ErrorCode::kBusy && where_ == AttendWhere::kAuto && begin_here(part, *error)) return;
     failure = *error;
   } else {
+    const std::int64_t now_ns = monotonic_ns();
+    part.session->attend_pace().record(static_cast<double>(part.tokens * token_bytes()), now_ns - part.sent_ns, now_ns);
     failure = failure_of(
         [&] { part.answer = read_attended(answer->body, part.asked, node_.pool().layout().format.head_dim); });
     if (failure && failure->code() == ErrorCode::kProtocol) {
@@ -166,6 +251,36 @@ void Attend::on_answer(RemotePart& part, const Message* answer, const Error* err
   }
   part.lost = failure && failure->code() == ErrorCode::kPeerLost;
   end_part(failure ? &*failure : nullptr);
+}
+
+// A peer that has too much to do leaves its memory to be read from here.
+bool Attend::begin_here(RemotePart& part, const Error& refused) noexcept {
+  if (!std::ranges::all_of(part.views, [](const auto& view) { return view->is_mapped(); })) return false;
+  return !failure_of([&] {
+    node_.attender().start(Priority::kDecode,
+                           [self = shared_from_this(), &part, refused] { self->compute_refused(part, refused); });
+  });
+}
+
+void Attend::compute_refused(RemotePart& part, const Error& refused) noexcept {
+  const auto failure = failure_of([&] {
+    AttendBody& asked = part.asked;
+    AttendRequest request{asked.layer, asked.query_heads, asked.query_dtype, asked.scale, asked.causal, {}, asked.q};
+    std::uint64_t query_tokens = 0;
+    for (std::size_t i = 0; i < asked.items.size(); ++i) {
+      const AttendBody::Item& item = asked.items[i];
+      request.entries.push_back(
+          {part.views[i]->read(), item.ranges, query_tokens, item.query_tokens, item.query_begin});
+      query_tokens += item.query_tokens;
+    }
+    AttendTask task(node_.pool(), std::move(request), query_tokens, node_.attender());
+    std::vector<PartialAttention> parts = task.run();
+    for (std::size_t i = 0; i < parts.size(); ++i) {
+      part.answer.items.push_back({asked.items[i].view, std::move(parts[i]).take_nodes()});
+    }
+  });
+  part.lost = failure && failure->code() == ErrorCode::kPeerLost;
+  end_part(!failure ? nullptr : part.lost ? &*failure : &refused);
 }
 
 // The loss of a peer tells a caller most: it goes before other errors.

@@ -20,6 +20,7 @@
 #include "kvpool/attention/partial.h"
 #include "kvpool/distributed/remote_part.h"
 #include "kvpool/distributed/sequence.h"
+#include "kvpool/distributed/way_choice.h"
 #include "kvpool/exec/completion.h"
 #include "kvpool/sequences/attend_task.h"
 
@@ -39,11 +40,13 @@ class Attend : public std::enable_shared_from_this<Attend> {
     DType query_dtype = DType::kNone;
     std::optional<float> scale;  // nullopt: 1 / sqrt(head_dim)
     bool causal = true;
+    AttendWhere where = AttendWhere::kAuto;
     std::vector<Entry> sequences;
     std::vector<std::byte> q;  // [query tokens of all sequences, query head, head_dim]
   };
 
-  // Peers have until `until_ns` (CLOCK_MONOTONIC). Throws kArgument for numbers that do not fit the pool or each other,
+  // Peers have until `until_ns` (CLOCK_MONOTONIC). Throws kUnsupported with kHere when a peer's memory is not mapped
+  // here; kArgument for numbers that do not fit the pool or each other,
   // kNotOwner for a sequence of another pool, kState for a closed one, kUnsupported as Sequence.
   static std::shared_ptr<Attend> start(PeerNode& node, Request&& request, std::int64_t until_ns);
 
@@ -82,7 +85,9 @@ class Attend : public std::enable_shared_from_this<Attend> {
 
   struct SequencePlan {
     AttendPlan::Item here;
-    std::vector<std::pair<std::string, std::uint64_t>> there;  // peers, and how many tokens each attends to
+    using Tokens = std::vector<std::pair<std::string, std::uint64_t>>;  // of peers
+    Tokens there;                                                       // that each attends to
+    Tokens mapped;                                                      // that this pool reads in their memory
   };
   struct Plan {
     KernelId kernel;
@@ -93,11 +98,25 @@ class Attend : public std::enable_shared_from_this<Attend> {
 
  private:
   enum class Phase : std::uint8_t { kWaiting, kComputing, kEnded, kCancelled };
-  void add_remote_parts(const Request& request);
-  void make_plan();
+  // Tokens of a sequence in a place at a peer.
+  struct Away {
+    std::size_t position;
+    std::shared_ptr<RemoteView> view;
+    TokenRange range;
+    bool readable;
+    bool from_here = false;
+  };
+  std::vector<Away> find_away(const Request& request) const;
+  void choose_ways(std::vector<Away>& away, AttendWhere where, std::uint64_t own_tokens) const;
+  void add_entries_here(AttendRequest& here, std::vector<Away>& away);
+  void add_remote_parts(const Request& request, const std::vector<Away>& away);
+  void make_plan(const std::vector<Away>& away);
+  std::uint64_t token_bytes() const noexcept;
   void send(std::int64_t until_ns);
   void compute() noexcept;
   void on_answer(RemotePart& part, const Message* answer, const Error* error) noexcept;
+  bool begin_here(RemotePart& part, const Error& refused) noexcept;
+  void compute_refused(RemotePart& part, const Error& refused) noexcept;
   void end_part(const Error* error) noexcept;
   RemotePart* unanswered() noexcept;
 
@@ -106,11 +125,14 @@ class Attend : public std::enable_shared_from_this<Attend> {
   const bool causal_;
   std::vector<std::uint64_t> tokens_;
   Plan plan_;
-  std::vector<std::vector<TokenRange>> here_;  // what this pool computes of each sequence
-  std::optional<AttendTask> task_;             // until it was computed
-  std::vector<RemotePart> remote_;             // does not change after send() has begun
-  std::vector<Sequence::Snapshot> unsent_;     // until peers have been asked
-  std::vector<PartialAttention> parts_;        // of this pool
+  const AttendWhere where_;
+  std::vector<std::uint64_t> query_at_;     // in q, of each sequence
+  std::vector<std::size_t> positions_;      // in the batch, of each entry of the task: first all sequences in order
+  std::vector<std::size_t> items_;          // how many the plan has for each entry
+  std::optional<AttendTask> task_;          // until it was computed
+  std::vector<RemotePart> remote_;          // does not change after send() has begun
+  std::vector<Sequence::Snapshot> unsent_;  // until peers have been asked
+  std::vector<PartialAttention> parts_;     // of this pool
   std::atomic<Phase> phase_{Phase::kWaiting};
   std::atomic<std::size_t> parts_left_{1};  // parts that have not ended: this pool's, and those of peers
   std::atomic<int> waiting_{0};             // threads in wait()

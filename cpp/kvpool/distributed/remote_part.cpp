@@ -15,20 +15,22 @@ constexpr std::size_t kItemBytes = 64;    // with its first range
 
 }  // namespace
 
-void RemoteParts::add(const RemoteView& view, std::size_t position, std::uint32_t query_tokens,
+void RemoteParts::add(const std::shared_ptr<RemoteView>& view, std::size_t position, std::uint32_t query_tokens,
                       std::uint64_t query_begin, std::span<const std::byte> q, const TokenRange& range) {
   const PartialShape shape{query_tokens, common_.query_heads, head_dim_};
   for (const TokenRange& node : maximal_nodes(range)) {
     const std::size_t answer_bytes = attended_bytes({&node, 1}, shape);
     const std::size_t request_bytes = kItemBytes + q.size();
-    const std::size_t at = part_for(view, request_bytes, answer_bytes);
+    const std::size_t at = part_for(*view, request_bytes, answer_bytes);
     RemotePart& part = parts_[at];
     Room& room = rooms_[at];
     room.answer_bytes += answer_bytes;
+    part.tokens += node.tokens();
     std::vector<AttendBody::Item>& items = part.asked.items;
-    if (items.empty() || items.back().view != view.id() || part.positions.back() != position) {
-      items.push_back({view.id(), query_tokens, query_begin, {}});
+    if (items.empty() || items.back().view != view->id() || part.positions.back() != position) {
+      items.push_back({view->id(), query_tokens, query_begin, {}});
       part.positions.push_back(position);
+      part.views.push_back(view);
       part.asked.q.insert(part.asked.q.end(), q.begin(), q.end());
       room.request_bytes += request_bytes;
     }

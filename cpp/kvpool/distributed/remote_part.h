@@ -14,17 +14,25 @@
 
 namespace kvpool {
 
-// Not thread-safe, except for `over`: whoever sets it first ends the part, and alone writes `answer` and `lost` then.
+// Not thread-safe, except for `over`: the thread that sets it first ends the part, and alone writes `answer` and `lost`
+// then.
 struct RemotePart {
   explicit RemotePart(std::shared_ptr<Session> of) : session(std::move(of)) {}
   // Only before it is sent.
   RemotePart(RemotePart&& other) noexcept
-      : session(std::move(other.session)), asked(std::move(other.asked)), positions(std::move(other.positions)) {}
+      : session(std::move(other.session)),
+        asked(std::move(other.asked)),
+        positions(std::move(other.positions)),
+        views(std::move(other.views)),
+        tokens(other.tokens) {}
 
   std::shared_ptr<Session> session;
   AttendBody asked;
-  std::vector<std::size_t> positions;  // in the batch, of each item
-  std::uint64_t id = 0;                // of the call
+  std::vector<std::size_t> positions;              // in the batch, of each item
+  std::vector<std::shared_ptr<RemoteView>> views;  // of each item
+  std::uint64_t tokens = 0;                        // of all items
+  std::int64_t sent_ns = 0;
+  std::uint64_t id = 0;  // of the call
   std::atomic<bool> over{false};
   AttendedBody answer;
   bool lost = false;  // with the peer
@@ -44,8 +52,8 @@ class RemoteParts {
 
   // Adds the tokens `range` of the sequence at `position` in the batch. `q`: its query tokens. Throws kArgument when
   // the queries are too long for any call.
-  void add(const RemoteView& view, std::size_t position, std::uint32_t query_tokens, std::uint64_t query_begin,
-           std::span<const std::byte> q, const TokenRange& range);
+  void add(const std::shared_ptr<RemoteView>& view, std::size_t position, std::uint32_t query_tokens,
+           std::uint64_t query_begin, std::span<const std::byte> q, const TokenRange& range);
   std::vector<RemotePart> take() && { return std::move(parts_); }
 
  private:

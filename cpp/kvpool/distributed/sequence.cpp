@@ -189,7 +189,7 @@ std::shared_ptr<RemoteView> Sequence::view_for(const std::shared_ptr<Session>& s
     if (candidate.view == nullptr || candidate.view->session_pointer() != session) continue;
     if (!candidate.view->has_any(blocks)) return candidate.view;
   }
-  return std::make_shared<RemoteView>(session);
+  return RemoteView::open(session);
 }
 
 // REQUIRES: mutex_ is held.

@@ -73,7 +73,7 @@ class Sequence {
   struct Snapshot {
     std::uint64_t tokens;
     std::vector<Place> places;  // ascending; together they are all blocks
-    SequenceBlocks::Reading here;
+    ReadableBlocks here;
     std::shared_ptr<Removals> removals;
   };
   // As it is now. Its blocks keep their content: those here as long as `here`, and those of peers as long as `removals`

@@ -252,8 +252,8 @@ void Service::write(WriteJob&& job) {
   writes_.run(peer, priority, [shared] { carry_out(*shared); });
 }
 
-std::shared_ptr<PeerReads> Service::make_reads(const PeerMetadata& peer) {
-  return std::make_shared<PeerViews>(pool_, lent_attends_, peer.incarnation);
+std::shared_ptr<PeerReads> Service::make_reads(const PeerMetadata& peer, bool by_mapping) {
+  return std::make_shared<PeerViews>(pool_, lent_attends_, peer.incarnation, by_mapping);
 }
 
 void Service::tick_by(std::int64_t at_ns) {

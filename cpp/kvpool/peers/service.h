@@ -175,7 +175,7 @@ class Service final : private SessionHost {
   void drained(Session& session) noexcept override { parting_.drained(session); }
   void write_lost() noexcept override { parting_.write_lost(); }
   void recalled(Session& session, const std::vector<Address>& addresses, std::int64_t deadline_ns) noexcept override;
-  std::shared_ptr<PeerReads> make_reads(const PeerMetadata& peer) override;
+  std::shared_ptr<PeerReads> make_reads(const PeerMetadata& peer, bool by_mapping) override;
   void tick_by(std::int64_t at_ns) override;
 
   std::shared_ptr<Session> borrower(const std::string& peer) const;  // service_recall.cpp

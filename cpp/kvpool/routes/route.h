@@ -17,6 +17,7 @@
 #include "kvpool/base/address.h"
 #include "kvpool/base/media_set.h"
 #include "kvpool/base/medium.h"
+#include "kvpool/base/segment.h"
 #include "kvpool/base/strips.h"
 #include "kvpool/routes/route_health.h"
 
@@ -90,6 +91,10 @@ class Route {
   // writes nothing any more. REQUIRES: strips lie within the content of the blocks on both sides, no two destinations
   // overlap, as many destinations as sources.
   virtual WriteOutcome write(const WriteRequest& request) = 0;
+
+  // The peer's blocks at addresses of this process, as far as they are mapped here, for reading; null if the route has
+  // none. Keeps the mapping.
+  virtual std::shared_ptr<const MediaSpans> readable() const noexcept { return nullptr; }
 
   // Receives here what the peer writes by this route, if the route needs this side's help; else null.
   virtual std::shared_ptr<RouteReceiver> route_receiver() const noexcept { return nullptr; }

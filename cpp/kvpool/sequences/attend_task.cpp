@@ -3,67 +3,69 @@
 #include <string>
 #include <utility>
 
+#include "kvpool/base/clock.h"
 #include "kvpool/base/error.h"
 #include "kvpool/pool/pool.h"
 #include "kvpool/sequences/attender.h"
+#include "kvpool/sequences/sequence_blocks.h"
 
 namespace kvpool {
 
-AttendTask::AttendTask(Pool& pool, AttendRequest&& request, Attender& attender)
+AttendTask::AttendTask(Pool& pool, AttendRequest&& request, std::uint64_t query_tokens, Attender& attender)
     : pool_(pool), attender_(attender), request_(std::move(request)) {
   pool.guard();
   SequenceBlocks::check_pool(pool);
-  check(pool);
   const Layout& layout = pool.layout();
-  places_.emplace(layout, pool.arenas(), request_.layer);
   // The tables name the pieces themselves, whether or not an arena keeps all pieces of a block together.
   rows_ = kv_rows(layout.format, layout.block_tokens, request_.layer, /*aggregated=*/false);
-  fill_tables(layout.block_tokens);
+  check(pool, query_tokens);
+  arenas_ = pool.arenas();
+  for (const AttendEntry& entry : request_.entries) {
+    for (const TokenRange& range : entry.ranges) add_item(entry, range);
+    // So that its numbers are checked, and its part has a shape.
+    if (entry.ranges.empty()) add_item(entry, {});
+  }
   plan_ = explain(call(), attender_.team());
 }
 
-void AttendTask::check(const Pool& pool) const {
+void AttendTask::check(const Pool& pool, std::uint64_t query_tokens) const {
   const Layout& layout = pool.layout();
   const std::size_t layers = layout.piece_bytes.size() / layout.format.pieces_per_layer();
-  if (request_.layer < layers) return;
-  throw Error(
-      ErrorCode::kArgument,
-      "layer is " + std::to_string(request_.layer) + ", and the blocks have " + std::to_string(layers) + " layers",
-      {{"layer", request_.layer}, {"layers", static_cast<std::int64_t>(layers)}});
+  if (request_.layer >= layers) {
+    throw Error(
+        ErrorCode::kArgument,
+        "layer is " + std::to_string(request_.layer) + ", and the blocks have " + std::to_string(layers) + " layers",
+        {{"layer", request_.layer}, {"layers", static_cast<std::int64_t>(layers)}});
+  }
+  const std::uint64_t bytes = query_tokens * request_.query_heads * rows_.head_dim * dtype_bytes(request_.query_dtype);
+  if (bytes == request_.q.size()) return;
+  throw Error(ErrorCode::kArgument,
+              "q has " + std::to_string(request_.q.size()) + " bytes, and " + std::to_string(query_tokens) +
+                  " query tokens have " + std::to_string(bytes),
+              {{"query_tokens", static_cast<std::int64_t>(query_tokens)}});
 }
 
-void AttendTask::fill_tables(std::uint32_t block_tokens) {
-  const std::uint64_t query_bytes =
-      std::uint64_t{request_.query_heads} * rows_.head_dim * dtype_bytes(request_.query_dtype);
-  std::uint64_t query_begin = 0;  // of all entries' query tokens, one behind the other
-  for (const AttendEntry& entry : request_.entries) query_begin += entry.query_tokens;
-  if (query_begin * query_bytes != request_.q.size()) {
-    throw Error(ErrorCode::kArgument,
-                "q has " + std::to_string(request_.q.size()) + " bytes, and " + std::to_string(query_begin) +
-                    " query tokens have " + std::to_string(query_begin * query_bytes),
-                {{"query_tokens", static_cast<std::int64_t>(query_begin)}});
+const LayerPlaces& AttendTask::places_of(const ReadableBlocks& blocks) {
+  for (const auto& [spans, places] : places_) {
+    if (spans == blocks.spans.get()) return places;
   }
-  const std::byte* q = request_.q.data();
-  for (const AttendEntry& entry : request_.entries) {
-    for (const TokenRange& range : entry.ranges) add_item(entry, range, block_tokens, q);
-    // So that its numbers are checked, and its part has a shape.
-    if (entry.ranges.empty()) add_item(entry, {}, block_tokens, q);
-    q += entry.query_tokens * query_bytes;
-  }
+  const MediaSegments segments =
+      blocks.spans == nullptr ? readable_segments(arenas_) : readable_segments(*blocks.spans);
+  return places_.emplace_back(blocks.spans.get(), LayerPlaces(pool_.layout(), segments, request_.layer)).second;
 }
 
 // The tokens of `range` are in blocks [first, end) of the sequence.
-void AttendTask::add_item(const AttendEntry& entry, const TokenRange& range, std::uint32_t block_tokens,
-                          const std::byte* q) {
+void AttendTask::add_item(const AttendEntry& entry, const TokenRange& range) {
   AttendItem item;
   item.range = range;
-  item.q = q;
+  item.q =
+      request_.q.data() + entry.query_at * request_.query_heads * rows_.head_dim * dtype_bytes(request_.query_dtype);
   item.query_tokens = entry.query_tokens;
   item.query_begin = entry.query_begin;
   if (range.tokens() > 0) {
-    const std::uint64_t first = range.begin / block_tokens;
-    const std::uint64_t end = (range.end - 1) / block_tokens + 1;
-    const auto addresses = entry.blocks.runs().find({first, end - first});
+    const std::uint64_t first = range.begin / rows_.block_tokens;
+    const std::uint64_t end = (range.end - 1) / rows_.block_tokens + 1;
+    const auto addresses = entry.blocks.runs->find({first, end - first});
     if (!addresses) {
       throw Error(ErrorCode::kStaleAddress,
                   "some of the blocks with tokens [" + std::to_string(range.begin) + ", " + std::to_string(range.end) +
@@ -72,12 +74,19 @@ void AttendTask::add_item(const AttendEntry& entry, const TokenRange& range, std
     }
     const std::size_t n = addresses->size();
     std::vector<const std::byte*>& table = tables_.emplace_back(2 * n);
-    places_->fill(*addresses, table.data(), table.data() + n);
+    places_of(entry.blocks).fill(*addresses, table.data(), table.data() + n);
     item.k_blocks = {table.data(), n};
     item.v_blocks = {table.data() + n, n};
-    item.table_begin = first * block_tokens;
+    item.table_begin = first * rows_.block_tokens;
   }
   items_.push_back(item);
+}
+
+// K and V of one layer.
+std::uint64_t AttendTask::bytes_read() const noexcept {
+  std::uint64_t tokens = 0;
+  for (const AttendItem& item : items_) tokens += item.range.tokens();
+  return tokens * kv_token_bytes(rows_);
 }
 
 AttendCall AttendTask::call() const noexcept {
@@ -97,13 +106,17 @@ std::vector<PartialAttention> AttendTask::run(AttendStop* stop) {
     AttendTask& task;
     ~LetGo() {
       task.request_.entries.clear();
-      task.places_.reset();
+      task.arenas_ = {};
     }
   };
   const Attender::Computing computing(attender_);
   const LetGo let_go{*this};
   pool_.guard();
-  return merged_by_entry(attend(call(), attender_.team(), {}, stop));
+  const std::int64_t begin_ns = monotonic_ns();
+  std::vector<PartialAttention> parts = merged_by_entry(attend(call(), attender_.team(), {}, stop));
+  const std::int64_t end_ns = monotonic_ns();
+  attender_.pace().record(static_cast<double>(bytes_read()), end_ns - begin_ns, end_ns);
+  return parts;
 }
 
 std::vector<PartialAttention> AttendTask::merged_by_entry(std::vector<PartialAttention> parts) const {

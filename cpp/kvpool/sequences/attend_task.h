@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <span>
 #include <utility>
@@ -12,17 +13,18 @@
 
 #include "kvpool/attention/attend.h"
 #include "kvpool/sequences/layer_places.h"
-#include "kvpool/sequences/sequence_blocks.h"
+#include "kvpool/sequences/readable_blocks.h"
 
 namespace kvpool {
 
 class Attender;
 class Pool;
 
-// The part of one sequence.
+// Some tokens of one sequence.
 struct AttendEntry {
-  SequenceBlocks::Reading blocks;
-  std::vector<TokenRange> ranges;  // over these tokens; disjoint
+  ReadableBlocks blocks;
+  std::vector<TokenRange> ranges;  // disjoint
+  std::uint64_t query_at = 0;      // of its first query token in the request's q
   std::uint32_t query_tokens = 1;
   std::uint64_t query_begin = 0;  // position of the first query token; with `causal` it sees the tokens up to its own
 };
@@ -34,14 +36,19 @@ struct AttendRequest {
   std::optional<float> scale;  // nullopt: 1 / sqrt(head_dim)
   bool causal = true;
   std::vector<AttendEntry> entries;
-  std::vector<std::byte> q;  // [query tokens of all entries, query head, head_dim]
+  std::vector<std::byte> q;  // [query token, query head, head_dim]; entries may share query tokens
 };
+
+// Of K and V of one token of a layer.
+inline std::uint64_t kv_token_bytes(const KVRows& rows) noexcept {
+  return std::uint64_t{2} * rows.kv_heads * rows.head_dim * dtype_bytes(rows.dtype);
+}
 
 class AttendTask {
  public:
   // Throws kArgument for numbers that do not fit the pool or each other, kStaleAddress for tokens in blocks that are
-  // not there (begin, end), kUnsupported as LayerPlaces.
-  AttendTask(Pool& pool, AttendRequest&& request, Attender& attender);
+  // not there (begin, end), kUnsupported as LayerPlaces. `q` must have `query_tokens` tokens.
+  AttendTask(Pool& pool, AttendRequest&& request, std::uint64_t query_tokens, Attender& attender);
   AttendTask(const AttendTask&) = delete;
   AttendTask& operator=(const AttendTask&) = delete;
 
@@ -52,18 +59,20 @@ class AttendTask {
   std::vector<PartialAttention> run(AttendStop* stop = nullptr);
 
  private:
-  void check(const Pool& pool) const;
-  void fill_tables(std::uint32_t block_tokens);
-  void add_item(const AttendEntry& entry, const TokenRange& range, std::uint32_t block_tokens, const std::byte* q);
+  void check(const Pool& pool, std::uint64_t query_tokens) const;
+  const LayerPlaces& places_of(const ReadableBlocks& blocks);
+  void add_item(const AttendEntry& entry, const TokenRange& range);
+  std::uint64_t bytes_read() const noexcept;
   AttendCall call() const noexcept;
   std::vector<PartialAttention> merged_by_entry(std::vector<PartialAttention> parts) const;
 
   Pool& pool_;
   Attender& attender_;
   AttendRequest request_;
-  std::optional<LayerPlaces> places_;                  // keeps the memory until it was computed
-  std::vector<std::vector<const std::byte*>> tables_;  // K, then V, of each item
-  std::vector<AttendItem> items_;                      // one for each range of each entry
+  std::vector<std::pair<const MediaSpans*, LayerPlaces>> places_;  // of each memory that entries lie in
+  MediumMap<std::shared_ptr<Arena>> arenas_;                       // kept until it was computed
+  std::vector<std::vector<const std::byte*>> tables_;              // K, then V, of each item
+  std::vector<AttendItem> items_;                                  // one for each range of each entry
   KVRows rows_;
   AttendPlan plan_;
 };

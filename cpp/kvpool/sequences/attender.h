@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "kvpool/attention/attend.h"
+#include "kvpool/base/pace.h"
 #include "kvpool/exec/copy_threads.h"
 #include "kvpool/exec/executor.h"
 
@@ -25,6 +26,9 @@ class Attender {
   AttendTeam team() noexcept { return {&team_.team(), threads_}; }
   // Runs work that computes in a thread of the pool. Throws std::bad_alloc, kFork.
   void start(Priority priority, Task work) { tasks_.run(priority, std::move(work)); }
+
+  // Of attention over blocks that this process reads itself, by bytes of keys and values.
+  Pace& pace() noexcept { return pace_; }
 
   // One computation, in any thread.
   class Computing {
@@ -49,6 +53,7 @@ class Attender {
   std::condition_variable ended_;
   int computing_ = 0;
   bool stopped_ = false;
+  Pace pace_;
   CopyThreads team_;
   TaskClass tasks_;  // the last: its tasks use the others until they have ended
 };

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <string>
+#include <unordered_set>
 #include <utility>
 
 #include "kvpool/base/error.h"
@@ -76,6 +77,28 @@ std::optional<std::span<const Address>> BlockRuns::find(const BlockRange& range)
   const auto run = run_behind(range.first);
   if (run == runs_.end() || run->first > range.first || run->end() < range.end()) return std::nullopt;
   return std::span(run->addresses).subspan(range.first - run->first, range.count);
+}
+
+bool BlockRuns::has_any(const BlockRange& range) const noexcept {
+  const auto run = run_behind(range.first);
+  return run != runs_.end() && run->first < range.end();
+}
+
+std::vector<BlockRange> BlockRuns::places_of(std::span<const Address> addresses) const {
+  const std::unordered_set<Address> wanted(addresses.begin(), addresses.end());
+  std::vector<BlockRange> ranges;
+  for (const Run& run : runs_) {
+    for (std::size_t i = 0; i < run.addresses.size(); ++i) {
+      if (!wanted.contains(run.addresses[i])) continue;
+      const std::uint64_t block = run.first + i;
+      if (!ranges.empty() && ranges.back().end() == block) {
+        ++ranges.back().count;
+      } else {
+        ranges.push_back({block, 1});
+      }
+    }
+  }
+  return ranges;
 }
 
 }  // namespace kvpool

@@ -45,6 +45,9 @@ class BlockRuns {
   std::vector<Address> remove(const BlockRange& range);
   // The addresses of all blocks of the range; nullopt when one of them has none.
   std::optional<std::span<const Address>> find(const BlockRange& range) const noexcept;
+  bool has_any(const BlockRange& range) const noexcept;
+  // Where these addresses stand.
+  std::vector<BlockRange> places_of(std::span<const Address> addresses) const;
 
  private:
   std::vector<Run>::const_iterator run_behind(std::uint64_t block) const noexcept;

@@ -1,6 +1,6 @@
 // Where K and V of one layer lie in every block of a pool: what turns addresses into pointers for attention.
 //
-// Immutable after construction; keeps the arenas. Thread-safe.
+// Immutable after construction; does not keep the memory. Thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -11,18 +11,24 @@
 #include "kvpool/arena/arena.h"
 #include "kvpool/base/address.h"
 #include "kvpool/base/medium.h"
+#include "kvpool/base/segment.h"
 #include "kvpool/blocks/layout.h"
 
 namespace kvpool {
 
+// The segments of each medium whose blocks this process can read; none of the others.
+using MediaSegments = MediumMap<std::span<const Segment>>;
+MediaSegments readable_segments(const MediumMap<std::shared_ptr<Arena>>& arenas) noexcept;
+MediaSegments readable_segments(const MediaSpans& spans) noexcept;
+
 class LayerPlaces {
  public:
   // Throws kUnsupported when K or V of the layer is cut into several runs of bytes, as adopted tensors may have it.
-  // REQUIRES: the format is known, layer < the number of layers, and no arena with blocks is on a GPU or absent.
-  LayerPlaces(const Layout& layout, MediumMap<std::shared_ptr<Arena>> arenas, std::uint32_t layer);
+  // REQUIRES: the format is known, layer < the number of layers.
+  LayerPlaces(const Layout& layout, const MediaSegments& segments, std::uint32_t layer);
 
   // Writes a pointer for each address: to the piece with K, and to that with V. Where K and V are fused it is the same
-  // piece. REQUIRES: the addresses name blocks of the pool.
+  // piece. Null for a block of a medium without segments. REQUIRES: the addresses name blocks of the pool.
   void fill(std::span<const Address> addresses, const std::byte** k_blocks, const std::byte** v_blocks) const noexcept;
 
  private:
@@ -34,9 +40,8 @@ class LayerPlaces {
     Run k;
     Run v;
   };
-  static Run run_of(const Arena& arena, std::uint64_t offset, std::uint64_t bytes, std::uint32_t layer);
+  static Run run_of(std::span<const Segment> segments, std::uint64_t offset, std::uint64_t bytes, std::uint32_t layer);
 
-  MediumMap<std::shared_ptr<Arena>> arenas_;
   MediumMap<Place> places_;
 };
 

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <string>
-#include <unordered_set>
 
 #include "kvpool/attention/kernel.h"
 #include "kvpool/base/error.h"
@@ -11,26 +10,18 @@
 #include "kvpool/pool/pool.h"
 
 namespace kvpool {
-namespace {
 
-// Where these addresses stand.
-std::vector<BlockRange> ranges_of(const BlockRuns& runs, const std::unordered_set<Address>& addresses) {
-  std::vector<BlockRange> ranges;
-  for (const BlockRuns::Run& run : runs.runs()) {
-    for (std::size_t i = 0; i < run.addresses.size(); ++i) {
-      if (!addresses.contains(run.addresses[i])) continue;
-      const std::uint64_t block = run.first + i;
-      if (!ranges.empty() && ranges.back().end() == block) {
-        ++ranges.back().count;
-      } else {
-        ranges.push_back({block, 1});
-      }
-    }
+struct SequenceBlocks::Reading {
+  Reading(std::shared_ptr<SequenceBlocks> of, std::uint64_t at) : blocks(std::move(of)), number(at) {}
+  ~Reading() {
+    if (blocks != nullptr) blocks->end_reading(number);
   }
-  return ranges;
-}
+  Reading(const Reading&) = delete;
+  Reading& operator=(const Reading&) = delete;
 
-}  // namespace
+  std::shared_ptr<SequenceBlocks> blocks;
+  std::uint64_t number;
+};
 
 void SequenceBlocks::check_pool(const Pool& pool) {
   if (pool.sharding()) {
@@ -72,12 +63,11 @@ std::size_t SequenceBlocks::drop(std::span<const Address> addresses) noexcept {
   const std::size_t before = blocks();
   std::size_t blocks = 0;
   const auto failure = failure_of([&] {
-    const std::unordered_set<Address> dropped(addresses.begin(), addresses.end());
     const std::lock_guard lock(mutex_);
     if (closed_) return;
     auto runs = std::make_shared<BlockRuns>(*runs_);
     std::vector<Address> removed;
-    for (const BlockRange& range : ranges_of(*runs_, dropped)) {
+    for (const BlockRange& range : runs_->places_of(addresses)) {
       const std::vector<Address> gone = runs->remove(range);
       removed.insert(removed.end(), gone.begin(), gone.end());
     }
@@ -87,6 +77,16 @@ std::size_t SequenceBlocks::drop(std::span<const Address> addresses) noexcept {
   if (!failure) return blocks;
   close();
   return before;
+}
+
+std::size_t SequenceBlocks::count(std::span<const Address> addresses) const noexcept {
+  const std::lock_guard lock(mutex_);
+  if (closed_) return 0;
+  std::size_t blocks = 0;
+  const auto failure = failure_of([&] {
+    for (const BlockRange& range : runs_->places_of(addresses)) blocks += range.count;
+  });
+  return failure ? runs_->blocks() : blocks;
 }
 
 void SequenceBlocks::close() noexcept {
@@ -100,15 +100,19 @@ std::size_t SequenceBlocks::blocks() const {
   return closed_ ? 0 : runs_->blocks();
 }
 
-SequenceBlocks::Reading SequenceBlocks::read() {
+ReadableBlocks SequenceBlocks::read() {
+  std::shared_ptr<SequenceBlocks> self = shared_from_this();
   const std::lock_guard lock(mutex_);
   check_open();
-  readings_.push_back(next_reading_);
-  return {shared_from_this(), runs_, next_reading_++};
-}
-
-SequenceBlocks::Reading::~Reading() {
-  if (blocks_ != nullptr) blocks_->end_reading(number_);
+  const std::uint64_t number = readings_.begin();
+  ReadableBlocks blocks{runs_, nullptr, nullptr};
+  try {
+    blocks.hold = std::make_shared<Reading>(std::move(self), number);
+  } catch (...) {
+    readings_.end(number);
+    throw;
+  }
+  return blocks;
 }
 
 // REQUIRES: mutex_ is held.
@@ -146,27 +150,26 @@ void SequenceBlocks::hold(std::span<const Address> addresses) const {
 
 // REQUIRES: mutex_ is held.
 void SequenceBlocks::replace(std::shared_ptr<const BlockRuns> runs, std::vector<Address> removed) {
-  removed_.push_back({next_reading_, std::move(removed)});
+  removed_.push_back({readings_.next(), std::move(removed)});
   runs_ = std::move(runs);
   release_unread();
 }
 
 void SequenceBlocks::end_reading(std::uint64_t number) noexcept {
   const std::lock_guard lock(mutex_);
-  readings_.erase(std::ranges::lower_bound(readings_, number));
+  readings_.end(number);
   release_unread();
 }
 
 // REQUIRES: mutex_ is held.
 void SequenceBlocks::release_unread() noexcept {
-  const std::uint64_t oldest = readings_.empty() ? next_reading_ : readings_.front();
   PeerClaims& claims = pool_.for_peers();
   std::erase_if(removed_, [&](const Removed& one) {
-    if (one.before > oldest) return false;
+    if (readings_.any_before(one.before)) return false;
     claims.release_reading(one.addresses.data(), one.addresses.size());
     return true;
   });
-  if (!closed_ || !readings_.empty() || runs_ == nullptr) return;
+  if (!closed_ || !readings_.none() || runs_ == nullptr) return;
   for (const BlockRuns::Run& run : runs_->runs()) claims.release_reading(run.addresses.data(), run.addresses.size());
   runs_.reset();
 }

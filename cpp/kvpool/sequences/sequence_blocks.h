@@ -23,6 +23,8 @@
 
 #include "kvpool/base/address.h"
 #include "kvpool/sequences/block_runs.h"
+#include "kvpool/sequences/readable_blocks.h"
+#include "kvpool/sequences/readings.h"
 
 namespace kvpool {
 
@@ -57,36 +59,21 @@ class SequenceBlocks : public std::enable_shared_from_this<SequenceBlocks> {
   // Removes these addresses wherever they stand, and returns how many blocks that were. Without memory for that it
   // closes.
   std::size_t drop(std::span<const Address> addresses) noexcept;
+  // How many of the blocks have one of these addresses; without memory to find out, all.
+  std::size_t count(std::span<const Address> addresses) const noexcept;
   // Idempotent.
   void close() noexcept;
 
   Pool& pool() const noexcept { return pool_; }
   std::size_t blocks() const;
 
-  // The blocks at one moment: they keep their content until it is destroyed.
-  class Reading {
-   public:
-    Reading(Reading&& other) noexcept = default;
-    Reading& operator=(Reading&&) = delete;
-    ~Reading();
-    const BlockRuns& runs() const noexcept { return *runs_; }
-    const Pool& pool() const noexcept { return blocks_->pool(); }
-
-   private:
-    friend class SequenceBlocks;
-    Reading(std::shared_ptr<SequenceBlocks> blocks, std::shared_ptr<const BlockRuns> runs, std::uint64_t number)
-        : blocks_(std::move(blocks)), runs_(std::move(runs)), number_(number) {}
-
-    std::shared_ptr<SequenceBlocks> blocks_;  // null: moved from
-    std::shared_ptr<const BlockRuns> runs_;
-    std::uint64_t number_;
-  };
-  // Throws kState when it is closed.
-  Reading read();
+  // The blocks at this moment. Throws kState when it is closed.
+  ReadableBlocks read();
 
  private:
+  struct Reading;
   struct Removed {
-    std::uint64_t before;  // readings with lower numbers may still read them
+    std::uint64_t before;  // readings with lower numbers may read them
     std::vector<Address> addresses;
   };
   void check_open() const;
@@ -102,8 +89,7 @@ class SequenceBlocks : public std::enable_shared_from_this<SequenceBlocks> {
   std::shared_ptr<const BlockRuns> runs_ = std::make_shared<BlockRuns>();  // readings share it, so it is never
                                                                            // changed; null once let go
   std::vector<Removed> removed_;
-  std::vector<std::uint64_t> readings_;  // those that have not ended, ascending
-  std::uint64_t next_reading_ = 0;
+  Readings readings_;
   bool closed_ = false;
 };
 

@@ -8,7 +8,7 @@ namespace kvpool {
 struct RecallResult {
   std::uint32_t returned = 0;     // given back or inserted
   std::uint32_t freed = 0;        // taken back at the deadline; nothing can write them
-  std::uint32_t quarantined = 0;  // taken back at the deadline; the borrower may still write them
+  std::uint32_t quarantined = 0;  // taken back at the deadline; the borrower may still write or read them
 };
 
 }  // namespace kvpool

@@ -32,7 +32,7 @@ void Session::start(std::shared_ptr<Link> link, std::vector<std::shared_ptr<Rout
     calls_ = std::make_shared<PeerCalls>(host_, peer_.name, link, weak_from_this());
     receiver_ = std::make_shared<Receiver>(host_, peer_, peer_writes_directly_);  // may live longer than the link
     serve_verbs();
-    reads_ = host_.make_reads(peer_);
+    reads_ = host_.make_reads(peer_, peer_writes_directly_);
     if (reads_ != nullptr) reads_->serve(*calls_);
   }
   for (const auto& route : routes) {
@@ -180,6 +180,7 @@ bool Session::handle_later(Message& message) {
 }
 
 void Session::on_writer_gone() {
+  if (reads_ != nullptr) reads_->on_reader_gone();
   if (route_receiver_ != nullptr) {
     std::function<void()> work = [receiver = receiver_] { receiver->on_writer_gone(); };
     if (route_receiver_->defer(work)) return;
@@ -196,6 +197,7 @@ void Session::handle(Message&& message) {
       return calls_->on_message(std::move(message));
     case FrameKind::kLeave:
       if (!by_ranks_) receiver_->on_drained();  // first: the rest may find no memory
+      if (reads_ != nullptr) reads_->on_reader_gone();
       return on_leave();
     default:
       throw Error(ErrorCode::kProtocol,

@@ -19,6 +19,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "kvpool/base/pace.h"
 #include "kvpool/base/wait.h"
 #include "kvpool/net/connect/peer_metadata.h"
 #include "kvpool/net/link.h"
@@ -30,6 +31,7 @@
 #include "kvpool/transfer/handle.h"
 #include "kvpool/transfer/parting.h"
 #include "kvpool/transfer/peer_calls.h"
+#include "kvpool/transfer/peer_reads.h"
 #include "kvpool/transfer/receiver.h"
 #include "kvpool/transfer/request_bytes.h"
 #include "kvpool/transfer/session_host.h"
@@ -38,7 +40,7 @@
 namespace kvpool {
 
 class Outgoing;
-class PeerReads;
+class LoanWatch;
 
 class Session final : public LinkHandler, public DepartingPeer, public std::enable_shared_from_this<Session> {
  public:
@@ -100,8 +102,8 @@ class Session final : public LinkHandler, public DepartingPeer, public std::enab
   // Until this side's calls have ended, one of them may be a fetch whose destinations are about to be quarantined. So
   // this looks there before it looks into the quarantine.
   bool awaits_proof() const override {
-    return !peer_drained() &&
-           (!parting_.reached(PartingState::kSettled) || !calls_ended_.load() || receiver_->counts().quarantined > 0);
+    return !peer_drained() && (!parting_.reached(PartingState::kSettled) || !calls_ended_.load() ||
+                               receiver_->counts().quarantined > 0 || (reads_ != nullptr && reads_->awaits_proof()));
   }
 
   bool said_over() const noexcept override { return peer_drained(); }
@@ -127,6 +129,16 @@ class Session final : public LinkHandler, public DepartingPeer, public std::enab
   void on_route_broken(const Error& why) noexcept;
   // Whether the peer has said that it has stopped writing.
   bool peer_drained() const noexcept { return peer_parting_.reached(PartingState::kDrained); }
+
+  // --- for what reads the peer's blocks where they are ---
+  // The peer's blocks at addresses of this process; null if they are not mapped.
+  std::shared_ptr<const MediaSpans> readable() const;
+  // This side reads them until the result is dropped, and does not say before that it is drained. Throws kPeerLost.
+  std::shared_ptr<void> begin_reading();
+  // Told of recalls from now on, as long as it exists.
+  void watch_loans(const std::shared_ptr<LoanWatch>& watch);
+  // Of the calls that ask the peer for attention, by bytes of keys and values.
+  Pace& attend_pace() noexcept { return attend_pace_; }
 
   // --- for the transfers of this session ---
   // Throws std::bad_alloc; then nothing is written, and job.done is not called.
@@ -211,11 +223,13 @@ class Session final : public LinkHandler, public DepartingPeer, public std::enab
   std::atomic<std::uint32_t> writes_{0};
   // By pair of media, from and to: it has been or is being measured, or needs no measuring.
   MediumPairMap<std::atomic<bool>> claimed_{};
+  Pace attend_pace_;
   std::atomic<std::uint32_t> wanted_{0};  // pairs to measure when no write is under way
 
   std::mutex recalls_mutex_;  // a leaf, except that the lock of the borrowed blocks is taken under it
   std::vector<std::shared_ptr<Recalled>> recalls_;
   std::unordered_map<std::uint64_t, std::weak_ptr<Outgoing>> named_;  // transfers that write borrowed blocks
+  std::vector<std::weak_ptr<LoanWatch>> loan_watches_;
   std::uint32_t returning_ = 0;  // returns that the peer has not been told of: recalls are answered after them
 
   mutable std::mutex mutex_;

@@ -75,8 +75,8 @@ class SessionHost {
   // The GPU that was copying for this side is lost, so its writes may never end: peers must not be told, now or later,
   // that this side no longer writes. Called before the write counts as ended.
   virtual void write_lost() noexcept {}
-  // What this peer may read of the pool's blocks; null: nothing.
-  virtual std::shared_ptr<PeerReads> make_reads(const PeerMetadata& /*peer*/) { return nullptr; }
+  // What this peer may read of the pool's blocks; null: nothing. `by_mapping`: it may have this pool's memory mapped.
+  virtual std::shared_ptr<PeerReads> make_reads(const PeerMetadata& /*peer*/, bool /*by_mapping*/) { return nullptr; }
   // Schedules a call of Session::tick() for this time or soon after; it may also be called earlier.
   virtual void tick_by(std::int64_t at_ns) = 0;
 };

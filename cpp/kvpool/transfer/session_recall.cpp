@@ -17,6 +17,7 @@
 
 #include "kvpool/base/failure.h"
 #include "kvpool/exec/completion.h"
+#include "kvpool/transfer/loan_watch.h"
 #include "kvpool/transfer/outgoing.h"
 #include "kvpool/transfer/peer_reads.h"
 #include "kvpool/transfer/session.h"
@@ -26,6 +27,13 @@ namespace {
 
 constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
 constexpr std::int64_t kNsPerMs = 1'000'000;
+
+// Freed blocks that the borrower may still be reading are as good as quarantined.
+void count_read(RecallResult& result, std::size_t read) noexcept {
+  const auto kept = std::min<decltype(result.freed)>(static_cast<decltype(result.freed)>(read), result.freed);
+  result.freed -= kept;
+  result.quarantined += kept;
+}
 
 // What the caller waits for.
 struct Waited {
@@ -101,9 +109,9 @@ void Session::begin_recall(std::vector<Address> addresses, std::int64_t until_ns
                       receiver->forget_recall(id);
                       return asked->done(nullptr, error);
                     }
-                    const RecallResult result =
+                    RecallResult result =
                         receiver->end_recall(std::move(asked->room), asked->addresses, /*writer_ended=*/!late);
-                    if (reads != nullptr) reads->on_recalled(asked->addresses);
+                    if (reads != nullptr) count_read(result, reads->on_recalled(asked->addresses));
                     asked->done(&result, nullptr);
                   });
   } catch (...) {
@@ -144,6 +152,8 @@ void Session::on_recall(const CallPointer& call, const std::vector<Address>& add
 
 void Session::end_recall(const std::shared_ptr<Recalled>& recalled) noexcept {
   std::vector<std::shared_ptr<Outgoing>> writing;
+  std::vector<std::shared_ptr<LoanWatch>> watches;
+  std::optional<Error> unwatched;
   {
     const std::lock_guard lock(recalls_mutex_);
     if (std::exchange(recalled->over, true)) return;
@@ -154,9 +164,22 @@ void Session::end_recall(const std::shared_ptr<Recalled>& recalled) noexcept {
       }
     });
     if (failure) writing.clear();  // then they end by themselves
+    unwatched = failure_of([&] {
+      for (const auto& weak : loan_watches_) {
+        if (auto watch = weak.lock()) watches.push_back(std::move(watch));
+      }
+    });
   }
+  if (unwatched) close_link(*unwatched);  // else the owner would wait for what nobody is told to stop
+  for (const auto& watch : watches) watch->on_loans_ended(recalled->addresses);
   for (const auto& transfer : writing) transfer->stop_recalled();
   answer_recalls();
+}
+
+void Session::watch_loans(const std::shared_ptr<LoanWatch>& watch) {
+  const std::lock_guard lock(recalls_mutex_);
+  std::erase_if(loan_watches_, [](const auto& weak) { return weak.expired(); });
+  loan_watches_.push_back(watch);
 }
 
 std::int64_t Session::tick_recalls(std::int64_t now_ns) noexcept {

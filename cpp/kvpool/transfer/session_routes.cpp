@@ -182,6 +182,26 @@ void Session::check_may_write() {
   throw_lost();
 }
 
+std::shared_ptr<const MediaSpans> Session::readable() const {
+  const std::lock_guard lock(mutex_);
+  for (const auto& route : routes_) {
+    if (auto spans = route->readable()) return spans;
+  }
+  return nullptr;
+}
+
+// Reading is counted as writing is: the peer may use its blocks for something else when it has heard that both are
+// over.
+std::shared_ptr<void> Session::begin_reading() {
+  std::shared_ptr<Session> self = shared_from_this();
+  writes_.fetch_add(1);
+  check_may_write();
+  return {static_cast<void*>(this), [self = std::move(self)](void*) {
+            self->writes_.fetch_sub(1);
+            self->after_write();
+          }};
+}
+
 // Throws std::bad_alloc, or as throw_lost(); then nothing is written, and job.done is not called.
 void Session::write(WriteJob&& job) {
   job.peer = peer_.incarnation;

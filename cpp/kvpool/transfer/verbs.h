@@ -51,7 +51,7 @@ inline constexpr Verb kRecallVerb{7,
                                   /*frees_blocks=*/false,
                                   /*answer_frees_blocks=*/true};
 // Hold these blocks of a sequence of mine for reading, so that later calls can name them by their place in it.
-inline constexpr Verb kViewVerb{8, "view", 16 + kAddressListBytesMax, 0};
+inline constexpr Verb kViewVerb{8, "view", 17 + kAddressListBytesMax, 0};
 // I read these no longer.
 inline constexpr Verb kUnviewVerb{9, "unview", 24, 0};
 // Compute attention over blocks in my views.

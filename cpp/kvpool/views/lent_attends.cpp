@@ -15,6 +15,7 @@ struct LentAttends::Job {
   Job(LentAttends& attends, CallPointer of, AttendBody&& asked, AttendRequest&& asks)
       : lent(attends), call(std::move(of)), body(std::move(asked)), request(std::move(asks)) {
     stop.until_ns = call->deadline_ns();
+    for (const AttendBody::Item& item : body.items) query_tokens += item.query_tokens;
   }
   ~Job() { lent.under_way_.fetch_sub(1); }
   Job(const Job&) = delete;
@@ -24,6 +25,7 @@ struct LentAttends::Job {
   const CallPointer call;
   AttendBody body;
   AttendRequest request;
+  std::uint64_t query_tokens = 0;
   AttendStop stop;
 };
 
@@ -58,7 +60,7 @@ void LentAttends::carry_out(Job& job) noexcept {
   Bytes answer;
   const auto failure = failure_of([&] {
     const std::int64_t begin_ns = monotonic_ns();
-    AttendTask task(pool_, std::move(job.request), attender_);
+    AttendTask task(pool_, std::move(job.request), job.query_tokens, attender_);
     std::vector<PartialAttention> parts = task.run(&job.stop);
     AttendedBody body{job.body.layer, task.plan().kernel, {}};
     for (std::size_t i = 0; i < parts.size(); ++i) {
@@ -67,7 +69,7 @@ void LentAttends::carry_out(Job& job) noexcept {
     answer = write_body(body);
     measure(monotonic_ns() - begin_ns);
   });
-  job.request.entries.clear();  // before the answer: whoever has it may reuse the blocks
+  job.request.entries.clear();  // before the answer: then the caller may reuse the blocks
   if (failure) return job.call->refuse(for_peer(*failure));
   job.call->answer(std::move(answer));
 }

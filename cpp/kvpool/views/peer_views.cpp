@@ -1,5 +1,6 @@
 #include "kvpool/views/peer_views.h"
 
+#include <algorithm>
 #include <string>
 #include <utility>
 #include <vector>
@@ -32,7 +33,7 @@ void PeerViews::serve(PeerCalls& calls) {
 std::shared_ptr<SequenceBlocks> PeerViews::find(std::uint64_t view) const {
   const std::lock_guard lock(mutex_);
   const auto entry = views_.find(view);
-  return entry == views_.end() ? nullptr : entry->second;
+  return entry == views_.end() ? nullptr : entry->second.blocks;
 }
 
 std::size_t PeerViews::views() const {
@@ -55,13 +56,13 @@ void PeerViews::on_view(const ViewBody& body) {
       throw Error(ErrorCode::kBusy, std::to_string(blocks_) + " blocks are viewed already",
                   {{"limit", static_cast<std::int64_t>(limits_.blocks_max)}});
     }
-    const auto [entry, is_new] = views_.try_emplace(body.view, blocks);
+    const auto [entry, is_new] = views_.try_emplace(body.view, View{blocks, by_mapping_ && body.by_mapping});
     if (is_new && views_.size() > limits_.views_max) {
       views_.erase(entry);
       throw Error(ErrorCode::kBusy, "too many views are open",
                   {{"limit", static_cast<std::int64_t>(limits_.views_max)}});
     }
-    blocks = entry->second;
+    blocks = entry->second.blocks;
   }
   try {
     blocks->add(body.first, body.addresses);
@@ -93,6 +94,7 @@ void PeerViews::on_attend(const CallPointer& call, AttendBody&& body) {
   request.causal = body.causal;
   request.q = std::move(body.q);
   request.entries.reserve(body.items.size());
+  std::uint64_t query_at = 0;
   for (const AttendBody::Item& item : body.items) {
     const auto blocks = find(item.view);
     if (blocks == nullptr) {
@@ -101,7 +103,8 @@ void PeerViews::on_attend(const CallPointer& call, AttendBody&& body) {
                   "the blocks with tokens from " + std::to_string(range.begin) + " on are no longer viewed",
                   {{"begin", static_cast<std::int64_t>(range.begin)}, {"end", static_cast<std::int64_t>(range.end)}});
     }
-    request.entries.push_back({blocks->read(), item.ranges, item.query_tokens, item.query_begin});
+    request.entries.push_back({blocks->read(), item.ranges, query_at, item.query_tokens, item.query_begin});
+    query_at += item.query_tokens;
   }
   attends_.start(incarnation_, call, std::move(body), std::move(request));
 }
@@ -116,19 +119,36 @@ void PeerViews::check_answer_bytes(const AttendBody& body) const {
   }
 }
 
-void PeerViews::on_recalled(std::span<const Address> addresses) noexcept {
+// A peer that reads through a mapping removes recalled blocks from its views when it no longer reads them.
+std::size_t PeerViews::on_recalled(std::span<const Address> addresses) noexcept {
+  std::size_t read = 0;
   const std::lock_guard lock(mutex_);
-  for (const auto& [view, blocks] : views_) blocks_ -= blocks->drop(addresses);
+  for (const auto& [number, view] : views_) {
+    if (view.by_mapping) {
+      read += view.blocks->count(addresses);
+    } else {
+      blocks_ -= view.blocks->drop(addresses);
+    }
+  }
+  return read;
 }
 
 void PeerViews::on_lost() noexcept {
-  std::unordered_map<std::uint64_t, std::shared_ptr<SequenceBlocks>> views;
-  {
-    const std::lock_guard lock(mutex_);
-    lost_ = true;
-    views.swap(views_);
-  }
-  for (const auto& [view, blocks] : views) blocks->close();
+  const std::lock_guard lock(mutex_);
+  lost_ = true;
+  std::erase_if(views_, [](const auto& entry) { return !entry.second.by_mapping; });
+}
+
+void PeerViews::on_reader_gone() noexcept {
+  Views views;  // destroyed, and closed, without the lock
+  const std::lock_guard lock(mutex_);
+  lost_ = true;
+  views.swap(views_);
+}
+
+bool PeerViews::awaits_proof() const noexcept {
+  const std::lock_guard lock(mutex_);
+  return std::ranges::any_of(views_, [](const auto& entry) { return entry.second.by_mapping; });
 }
 
 }  // namespace kvpool

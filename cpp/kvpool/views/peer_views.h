@@ -1,7 +1,8 @@
 // The blocks of this pool that one peer views, and the attention that it asks for over them.
 //
-//   A13  A view belongs to one incarnation of one peer, and ends with the link. A block in it is held for reading, as A12
-//       says, until the peer removes it, its recall ends, or the link does.
+//   A13  A view belongs to one incarnation of one peer, and ends with the link. A block in it is held for reading, as
+//        A12 says, until the peer removes it, its recall ends, or the link does. Where the peer may be reading through
+//        a mapping of this pool's memory, only its word, or the proof that it is gone, ends the last two.
 //
 // Thread-safety: all of it. Lives on while a call is served.
 #pragma once
@@ -33,16 +34,24 @@ struct ViewLimits {
 class PeerViews final : public PeerReads, public std::enable_shared_from_this<PeerViews> {
  public:
   // The pool and `attends` outlive the calls of the peer.
-  PeerViews(Pool& pool, LentAttends& attends, std::uint64_t incarnation, const ViewLimits& limits = {})
-      : pool_(pool), attends_(attends), incarnation_(incarnation), limits_(limits) {}
+  // `by_mapping`: the peer may have this pool's memory mapped.
+  PeerViews(Pool& pool, LentAttends& attends, std::uint64_t incarnation, bool by_mapping, const ViewLimits& limits = {})
+      : pool_(pool), attends_(attends), incarnation_(incarnation), by_mapping_(by_mapping), limits_(limits) {}
 
   void serve(PeerCalls& calls) override;
-  void on_recalled(std::span<const Address> addresses) noexcept override;
+  std::size_t on_recalled(std::span<const Address> addresses) noexcept override;
   void on_lost() noexcept override;
+  void on_reader_gone() noexcept override;
+  bool awaits_proof() const noexcept override;
 
   std::size_t views() const;
 
  private:
+  struct View {
+    std::shared_ptr<SequenceBlocks> blocks;
+    bool by_mapping = false;
+  };
+  using Views = std::unordered_map<std::uint64_t, View>;
   void on_view(const ViewBody& body);
   void on_unview(const UnviewBody& body);
   void on_attend(const CallPointer& call, AttendBody&& body);
@@ -52,11 +61,12 @@ class PeerViews final : public PeerReads, public std::enable_shared_from_this<Pe
   Pool& pool_;
   LentAttends& attends_;
   const std::uint64_t incarnation_;
+  const bool by_mapping_;
   const ViewLimits limits_;
   const std::shared_ptr<RequestBytes> request_bytes_ = std::make_shared<RequestBytes>();
 
   mutable std::mutex mutex_;  // taken before those of the views
-  std::unordered_map<std::uint64_t, std::shared_ptr<SequenceBlocks>> views_;
+  Views views_;
   std::size_t blocks_ = 0;  // that were added, and have not been removed by the peer
   bool lost_ = false;
 };

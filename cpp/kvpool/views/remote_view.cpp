@@ -10,20 +10,44 @@
 
 namespace kvpool {
 
+struct RemoteView::Reading {
+  Reading(std::shared_ptr<RemoteView> of, std::uint64_t at) : view(std::move(of)), number(at) {}
+  ~Reading() { view->end_reading(number); }
+  Reading(const Reading&) = delete;
+  Reading& operator=(const Reading&) = delete;
+
+  std::shared_ptr<RemoteView> view;
+  std::shared_ptr<void> counted;  // by the session
+  std::uint64_t number;
+};
+
+std::shared_ptr<RemoteView> RemoteView::open(std::shared_ptr<Session> session) {
+  auto view = std::make_shared<RemoteView>(std::move(session));
+  view->session_->watch_loans(view);
+  return view;
+}
+
 RemoteView::RemoteView(std::shared_ptr<Session> session)
-    : session_(std::move(session)), id_(session_->calls().next_id()), made_in_(fork_generation()) {}
+    : session_(std::move(session)),
+      spans_(session_->readable()),
+      id_(session_->calls().next_id()),
+      made_in_(fork_generation()) {}
+
+RemoteView::~RemoteView() { remove(kEverything); }  // no reading is under way: each keeps the view
 
 void RemoteView::add(std::uint64_t first, std::span<const Address> addresses, const Waiting& waiting) {
   PeerCalls& calls = session_->calls();
   const BlockRange all{first, addresses.size()};
   {
     const std::lock_guard lock(mutex_);
-    held_.push_back(all);
+    auto runs = std::make_shared<BlockRuns>(*runs_);
+    runs->add(first, addresses);
+    runs_ = std::move(runs);
   }
   try {
     while (!addresses.empty()) {
       const auto some = addresses.first(std::min(addresses.size(), kAddressesMax));
-      const ViewBody body{id_, first, {some.begin(), some.end()}};
+      const ViewBody body{id_, spans_ != nullptr, first, {some.begin(), some.end()}};
       static_cast<void>(calls.call(kViewVerb, calls.next_id(), write_body(body), waiting));
       first += some.size();
       addresses = addresses.subspan(some.size());
@@ -38,24 +62,96 @@ void RemoteView::remove(const BlockRange& blocks) noexcept {
   if (made_in_ != fork_generation()) return;  // the link is the parent's
   const auto failure = failure_of([&] {
     const std::lock_guard lock(mutex_);
-    std::vector<BlockRange> left;
-    for (const BlockRange& held : held_) {
-      const std::uint64_t begin = std::clamp(blocks.first, held.first, held.end());
-      const std::uint64_t end = std::clamp(blocks.end(), begin, held.end());
-      if (begin > held.first) left.push_back({held.first, begin - held.first});
-      if (end < held.end()) left.push_back({end, held.end() - end});
-    }
-    held_ = std::move(left);
-    PeerCalls& calls = session_->calls();
-    calls.post(kUnviewVerb, calls.next_id(), write_body(UnviewBody{id_, blocks}));
+    take_out(blocks);
   });
-  if (failure) session_->calls().close(*failure);  // without memory for the message: else the peer would hold them on
+  if (failure) return give_up(*failure);
+  tell_removed();
 }
+
+// REQUIRES: mutex_ is held.
+void RemoteView::take_out(const BlockRange& blocks) {
+  removed_.reserve(removed_.size() + 1);
+  auto runs = std::make_shared<BlockRuns>(*runs_);
+  runs->remove(blocks);
+  runs_ = std::move(runs);
+  removed_.push_back({removals_++, readings_.next(), blocks});
+}
+
+// Blocks count as held until their removal was sent: what adds them again comes behind it.
+void RemoteView::tell_removed() noexcept {
+  const auto failure = failure_of([&] {
+    std::vector<Removed> due;
+    {
+      const std::lock_guard lock(mutex_);
+      due.reserve(removed_.size());
+      for (Removed& one : removed_) {
+        if (one.being_told || readings_.any_before(one.before)) continue;
+        one.being_told = true;
+        due.push_back(one);
+      }
+    }
+    PeerCalls& calls = session_->calls();
+    for (const Removed& one : due) {
+      calls.post(kUnviewVerb, calls.next_id(), write_body(UnviewBody{id_, one.blocks}));
+    }
+    const std::lock_guard lock(mutex_);
+    for (const Removed& told : due)
+      std::erase_if(removed_, [&](const Removed& one) { return one.number == told.number; });
+  });
+  if (failure) give_up(*failure);
+}
+
+// Without memory for a message the peer would hold blocks for nothing.
+void RemoteView::give_up(const Error& why) noexcept { session_->calls().close(why); }
 
 bool RemoteView::has_any(const BlockRange& blocks) const {
   const std::lock_guard lock(mutex_);
-  return std::ranges::any_of(
-      held_, [&](const BlockRange& held) { return held.first < blocks.end() && blocks.first < held.end(); });
+  return runs_->has_any(blocks) || std::ranges::any_of(removed_, [&](const Removed& one) {
+           return one.blocks.first < blocks.end() && blocks.first < one.blocks.end();
+         });
+}
+
+bool RemoteView::is_readable(const BlockRange& blocks) const {
+  if (spans_ == nullptr) return false;
+  const std::lock_guard lock(mutex_);
+  const auto addresses = runs_->find(blocks);
+  return addresses && std::ranges::all_of(*addresses, [&](Address address) {
+           return block_of(address) < (*spans_)[medium_of(address)].blocks;
+         });
+}
+
+ReadableBlocks RemoteView::read() {
+  const auto reading = [&] {
+    std::shared_ptr<RemoteView> self = shared_from_this();
+    const std::lock_guard lock(mutex_);
+    const std::uint64_t number = readings_.begin();
+    try {
+      return std::pair(std::make_shared<Reading>(std::move(self), number), runs_);
+    } catch (...) {
+      readings_.end(number);
+      throw;
+    }
+  }();
+  reading.first->counted = session_->begin_reading();
+  return {reading.second, spans_, reading.first};
+}
+
+void RemoteView::end_reading(std::uint64_t number) noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    readings_.end(number);
+    if (removed_.empty()) return;
+  }
+  if (made_in_ == fork_generation()) tell_removed();
+}
+
+void RemoteView::on_loans_ended(std::span<const Address> addresses) noexcept {
+  const auto failure = failure_of([&] {
+    const std::lock_guard lock(mutex_);
+    for (const BlockRange& blocks : runs_->places_of(addresses)) take_out(blocks);
+  });
+  if (failure) return give_up(*failure);
+  tell_removed();
 }
 
 }  // namespace kvpool

@@ -13,6 +13,7 @@
 namespace kvpool {
 namespace {
 
+enum ViewBit : std::uint8_t { kByMapping = 1 };
 enum AttendBit : std::uint8_t { kCausal = 1, kHasScale = 2 };
 
 constexpr std::size_t kItemBytes = sizeof(std::uint64_t) + sizeof(std::uint32_t);     // of an answer
@@ -91,7 +92,11 @@ std::size_t attended_bytes(std::span<const TokenRange> ranges, const PartialShap
 Bytes write_body(const ViewBody& body) {
   Bytes out;
   out.reserve(2 * sizeof(std::uint64_t) + sizeof(std::uint32_t) + body.addresses.size() * sizeof(Address));
-  WireWriter(out).number(body.view).number(body.first).array(std::span<const Address>(body.addresses));
+  WireWriter(out)
+      .number(body.view)
+      .number(static_cast<std::uint8_t>(body.by_mapping ? kByMapping : 0))
+      .number(body.first)
+      .array(std::span<const Address>(body.addresses));
   return out;
 }
 
@@ -99,6 +104,9 @@ ViewBody read_view(std::span<const std::byte> bytes) {
   WireReader in(bytes);
   ViewBody body;
   body.view = in.number<std::uint64_t>();
+  const auto bits = in.number<std::uint8_t>();
+  if ((bits & ~kByMapping) != 0) malformed("unknown flags " + std::to_string(bits));
+  body.by_mapping = (bits & kByMapping) != 0;
   body.first = in.number<std::uint64_t>();
   body.addresses = in.array<Address>(kAddressesMax);
   in.finish();

@@ -20,6 +20,7 @@ namespace kvpool {
 
 struct ViewBody {
   std::uint64_t view = 0;   // chosen by the caller; the first call with it opens the view
+  bool by_mapping = false;  // the caller may read the blocks through a mapping of the receiver's memory
   std::uint64_t first = 0;  // block of the sequence that the first address is for
   std::vector<Address> addresses;
 };

@@ -19,12 +19,14 @@ class SequencePlan:
         head_groups: Into how many ranges the KV heads are divided.
         nodes: Into how many ranges the tokens are divided.
         there: Peers that compute a part, and over how many tokens each; the rest is computed here.
+        mapped: Peers whose memory is read from here, and how many tokens of each.
     """
 
     way: Literal["heads", "leaves", "leaves_and_merges"]
     head_groups: int
     nodes: int
     there: tuple[tuple[str, int], ...] = ()
+    mapped: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,16 @@ class Copier final : public PieceMover {
 class MemoryRoute final : public HostRoute {
  public:
   MemoryRoute(const char* name, MediaSpans local, MediaSpans peer, std::shared_ptr<void> keepalive, CopyTeam& team)
-      : HostRoute(std::move(local), std::move(peer), std::move(keepalive), team, kMemoryPrior), name_(name) {}
+      : HostRoute(std::move(local), std::move(peer), std::move(keepalive), team, kMemoryPrior), name_(name) {
+    using Kept = std::pair<std::shared_ptr<void>, MediaSpans>;
+    const auto kept = std::make_shared<Kept>(keepalive_, peer_);
+    readable_ = std::shared_ptr<const MediaSpans>(kept, &kept->second);
+  }
 
   const char* name() const noexcept override { return name_; }
   RouteTraits traits() const noexcept override { return {.one_sided = true, .by_caller = true, .waits = false}; }
+
+  std::shared_ptr<const MediaSpans> readable() const noexcept override { return readable_; }
 
   WriteOutcome write(const WriteRequest& request) override {
     WriteTimer timer(cost_, request);
@@ -42,6 +48,7 @@ class MemoryRoute final : public HostRoute {
 
  private:
   const char* const name_;
+  std::shared_ptr<const MediaSpans> readable_;
   CopyChoice choice_;
 };
 
