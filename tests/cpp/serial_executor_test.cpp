@@ -3,12 +3,18 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <future>
+#include <optional>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
+
+#include "failing_alloc.h"
 
 namespace kvpool {
 namespace {
@@ -152,6 +158,106 @@ TEST_CASE("keys of any urgency: each piece runs once, in order, and one at a tim
       CHECK(std::ranges::is_sorted(done));
     }
   }
+}
+
+// A caller that was about to hand over a more urgent task once counted as one that had, and others left their work to a
+// task that then could not be queued, because every thread had left meanwhile.
+TEST_CASE("work that several threads give for one key is done without stop()") {
+  constexpr int kGivers = 4;
+  constexpr int kRounds = 3000;
+  Executor executor;
+  SerialExecutor serial_executor(executor, {1, 1});
+  const int key = 0;
+  std::array<std::atomic<int>, kGivers> done{};
+  std::atomic<int> round{0};
+  std::atomic<bool> lost{false};
+  const auto wait_for = [&](const std::atomic<int>& count, int least) {
+    const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+    while (count < least && !lost) {
+      std::this_thread::yield();
+      if (std::chrono::steady_clock::now() > until) lost = true;
+    }
+  };
+  {
+    std::vector<std::jthread> givers;
+    for (std::size_t giver = 0; giver < kGivers; ++giver) {
+      givers.emplace_back([&, giver] {
+        const auto priority = static_cast<Priority>(giver % 3);
+        for (int i = 1; i <= kRounds && !lost; ++i) {
+          serial_executor.run(&key, priority, [&one = done[giver]] { ++one; });
+          wait_for(done[giver], i);
+          ++round;
+          wait_for(round, i * kGivers);  // so that the threads of the executor find nothing to do now and then
+        }
+      });
+    }
+  }
+  CHECK_FALSE(lost);
+  for (const auto& one : done) CHECK(one == kRounds);
+}
+
+TEST_CASE("when memory runs out, work is not done and its giver told so, or it is done once") {
+  for (const Priority before : {Priority::kPrefill, Priority::kBackground}) {
+    const int threw = testing::fail_each_allocation([&](auto&& fail) {
+      Executor executor;
+      SerialExecutor serial_executor(executor, {1, 1});
+      const int keys[2] = {};
+      std::promise<void> begun;
+      std::promise<void> go;
+      int earlier = 0;
+      int ran = 0;
+      serial_executor.run(&keys[0], Priority::kPrefill, [&] {
+        begun.set_value();
+        go.get_future().wait();
+      });
+      begun.get_future().wait();
+      if (before == Priority::kBackground) serial_executor.run(&keys[1], before, [&] { ++earlier; });
+      Task work = [&] { ++ran; };
+      const bool thrown = fail([&] { serial_executor.run(&keys[1], Priority::kDecode, std::move(work)); });
+      const int expected = thrown ? 0 : 1;
+      go.set_value();
+      std::promise<void> after;
+      serial_executor.run(&keys[1], Priority::kBackground, [&] { after.set_value(); });
+      after.get_future().wait();
+      CHECK(ran == expected);
+      CHECK(earlier == (before == Priority::kBackground ? 1 : 0));
+      serial_executor.stop();
+      serial_executor.run(&keys[1], Priority::kDecode, [&] { ++ran; });  // no task is awaited that does not exist
+      CHECK(ran == expected + 1);
+    });
+    CHECK((threw > 0) == (before == Priority::kPrefill));  // a key that waits already has memory for more
+  }
+}
+
+TEST_CASE("a key that cannot go behind others for want of memory goes on at once") {
+  int nth = 0;
+  for (bool more = true; more;) {
+    ++nth;
+    Executor executor;
+    SerialExecutor serial_executor(executor, {1, 1});
+    const int keys[2] = {};
+    std::promise<void> begun;
+    std::promise<void> go;
+    std::optional<testing::FailNthAllocation> failure;  // made and destroyed by the one thread
+    std::string order;
+    const auto piece = [&](char name) {
+      if (failure) more = failure->failed_one();
+      failure.reset();
+      order += name;
+    };
+    serial_executor.run(&keys[0], Priority::kPrefill, [&] {
+      begun.set_value();
+      go.get_future().wait();
+      failure.emplace(nth);
+    });
+    begun.get_future().wait();
+    serial_executor.run(&keys[0], Priority::kPrefill, [&] { piece('a'); });
+    serial_executor.run(&keys[1], Priority::kDecode, [&] { piece('x'); });
+    go.set_value();
+    serial_executor.stop();
+    CHECK(order == (more ? "ax" : "xa"));
+  }
+  CHECK(nth > 1);
 }
 
 TEST_CASE("work that throws ends, and the rest of its key's work is done") {

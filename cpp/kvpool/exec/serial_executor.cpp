@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <new>
+#include <type_traits>
 #include <utility>
 
 namespace kvpool {
@@ -11,8 +12,22 @@ bool SerialExecutor::Key::awaits_any(Priority least) const noexcept {
   return std::find(awaits.begin(), end, true) != end;
 }
 
-// Adds the work. Unless it is said that no task is needed, the caller gives one of this urgency to the executor.
-SerialExecutor::Needs SerialExecutor::add(const void* key, Priority priority, Task& work) {
+// So small that a Task holds it without memory of its own: where a task is made, nothing may throw.
+template <Priority kOfTask>
+Task SerialExecutor::task_of(const void* key) noexcept {
+  const auto task = [this, key] { run_next(key, kOfTask); };
+  static_assert(sizeof(task) <= 2 * sizeof(void*) && std::is_trivially_copyable_v<decltype(task)>);
+  return task;
+}
+
+Task SerialExecutor::task_of(const void* key, Priority priority) noexcept {
+  if (priority == Priority::kDecode) return task_of<Priority::kDecode>(key);
+  if (priority == Priority::kPrefill) return task_of<Priority::kPrefill>(key);
+  return task_of<Priority::kBackground>(key);
+}
+
+// Adds the work. True: the caller gives the key its first task, of this urgency. Until it has, others rely on it.
+bool SerialExecutor::add(const void* key, Priority priority, Task& work) {
   const std::lock_guard lock(mutex_);
   const auto [entry, added] = keys_.try_emplace(key);
   Key& one = entry->second;
@@ -22,26 +37,20 @@ SerialExecutor::Needs SerialExecutor::add(const void* key, Priority priority, Ta
     if (added) keys_.erase(entry);
     throw;
   }
-  if (one.running || one.awaits_any(priority)) return Needs::kNoTask;
-  const bool first = !one.awaits_any(Priority::kBackground);
-  one.awaits[static_cast<std::size_t>(priority)] = true;
-  return first ? Needs::kFirstTask : Needs::kUrgentTask;
+  if (one.running || one.awaits_any(priority)) return false;
+  bool& awaits = one.awaits[static_cast<std::size_t>(priority)];
+  if (!one.awaits_any(Priority::kBackground)) return awaits = true;
+  // It waits for a thread already, and now with more urgent work. Not run here in any case: stop() counts on the task
+  // that waits. Where this one cannot be queued, that one does the work. Queued under the lock: others leave work to a
+  // task that is awaited, so it must be there.
+  awaits = tasks_.run_later(priority, task_of(key, priority));
+  return false;
 }
 
 void SerialExecutor::run(const void* key, Priority priority, Task work) {
-  const Needs needs = add(key, priority, work);
-  if (needs == Needs::kNoTask) return;
-  if (needs == Needs::kUrgentTask) {
-    // It waits for a thread already, and now with more urgent work. Not run here in any case: stop() counts on the task
-    // that waits. Where this one cannot be queued, that one does the work.
-    if (tasks_.run_later(priority, [this, key, priority] { run_next(key, priority); })) return;
-    const std::lock_guard lock(mutex_);
-    const auto entry = keys_.find(key);  // it is there as long as it awaits a task, and so far it does
-    entry->second.awaits[static_cast<std::size_t>(priority)] = false;
-    return erase_if_idle(entry);
-  }
+  if (!add(key, priority, work)) return;
   try {
-    tasks_.run(priority, [this, key, priority] { run_next(key, priority); });
+    tasks_.run(priority, task_of(key, priority));
   } catch (const std::bad_alloc&) {
     run_next(key, priority);  // others may have given theirs meanwhile
   } catch (const Error&) {
@@ -61,7 +70,7 @@ void SerialExecutor::erase_if_idle(Keys::iterator entry) noexcept {
 // Behind the other keys that wait for a thread. False: that cannot be queued. REQUIRES: mutex_ is held.
 bool SerialExecutor::goes_on_later(const void* key, Key& one, Priority next) noexcept {
   if (!one.awaits_any(next)) {
-    if (!tasks_.run_later(next, [this, key, next] { run_next(key, next); })) return false;
+    if (!tasks_.run_later(next, task_of(key, next))) return false;
     one.awaits[static_cast<std::size_t>(next)] = true;
   }
   one.running = false;

@@ -9,7 +9,7 @@
 #pragma once
 
 #include <array>
-#include <cstdint>
+#include <cstddef>
 #include <deque>
 #include <functional>
 #include <mutex>
@@ -39,14 +39,17 @@ class SerialExecutor {
   static constexpr std::size_t kPriorities = 3;
   struct Key {
     std::array<std::deque<Task>, kPriorities> queues;
-    std::array<bool, kPriorities> awaits{};  // a thread: a task of this urgency is given to the executor
+    // A task of this urgency is given to the executor, or a caller of run() is about to give the key's first one.
+    std::array<bool, kPriorities> awaits{};
     bool running = false;
 
     bool awaits_any(Priority least) const noexcept;  // with this urgency, or more
   };
   using Keys = std::unordered_map<const void*, Key>;
-  enum class Needs : std::uint8_t { kNoTask, kFirstTask, kUrgentTask };
-  Needs add(const void* key, Priority priority, Task& work);
+  bool add(const void* key, Priority priority, Task& work);
+  template <Priority kOfTask>
+  Task task_of(const void* key) noexcept;
+  Task task_of(const void* key, Priority priority) noexcept;
   void run_next(const void* key, Priority of_task) noexcept;
   void erase_if_idle(Keys::iterator entry) noexcept;
   bool goes_on_later(const void* key, Key& one, Priority next) noexcept;
