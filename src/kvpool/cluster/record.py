@@ -129,6 +129,8 @@ class Member:
         hbm_blocks: Its capacity in HBM.
         dram_blocks: Its capacity in DRAM.
         load: Its load as last published.
+        lending: What it lends and owes, as JSON, as kvpool.control.lending last published it; empty if it takes no
+            part.
         state: "up"; or "draining": it finishes its requests and takes no new ones.
         term: How often it has lost its lease and come back. Each new term voids its earlier links and reservations.
         since_ns: When this process first saw this incarnation in this term (CLOCK_MONOTONIC). Not compared.
@@ -145,6 +147,7 @@ class Member:
     hbm_blocks: int = 0
     dram_blocks: int = 0
     load: Load = Load()
+    lending: Mapping[str, Any] = field(default_factory=dict)
     state: State = "up"
     term: int = 0
     since_ns: int = field(default=0, compare=False)
@@ -169,6 +172,8 @@ class Member:
             raise _wrong_type("layout", "a dict", self.layout)
         if self.parallel is not None and not isinstance(self.parallel, Mapping):
             raise _wrong_type("parallel", "a dict or None", self.parallel)
+        if not isinstance(self.lending, Mapping):
+            raise _wrong_type("lending", "a dict", self.lending)
         for name in ("hbm_blocks", "dram_blocks", "term"):
             _check_count(name, getattr(self, name), _COUNT_MAX)
         if not isinstance(self.load, Load):
@@ -215,7 +220,9 @@ class Member:
         try:
             content = json.dumps(fields, separators=(",", ":"), sort_keys=True, allow_nan=False).encode()
         except (TypeError, ValueError, RecursionError) as error:
-            raise ArgumentError(f"member {self.name}: layout or parallel cannot be written as JSON: {error}") from None
+            raise ArgumentError(
+                f"member {self.name}: layout, parallel or lending cannot be written as JSON: {error}"
+            ) from None
         if len(content) > RECORD_BYTES_MAX:
             raise ArgumentError(
                 f"member {self.name}: {len(content)} bytes of JSON; {RECORD_BYTES_MAX} are allowed",
@@ -261,9 +268,9 @@ class MemberEvent:
     """A change of a member.
 
     Attributes:
-        kind: "joined": it is new. "changed": it has published other endpoints, load or state. "left": it has announced
-            its leave. "lost": it has died, or was silent for longer than its lease. Transfers with it will not
-            complete, and a later member of the same name is a different one.
+        kind: "joined": it is new. "changed": it has published other endpoints, load, lending or state. "left": it has
+            announced its leave. "lost": it has died, or was silent for longer than its lease. Transfers with it will
+            not complete, and a later member of the same name is a different one.
         member: The member after the change, or its last state.
     """
 

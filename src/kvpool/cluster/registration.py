@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal
 
 from kvpool.cluster.directory import Entry, Unreachable
@@ -80,16 +80,19 @@ class Registration:
         *,
         endpoints: Sequence[str] | None = None,
         load: Load | None = None,
+        lending: Mapping[str, Any] | None = None,
         state: Literal["up", "draining"] | None = None,
     ) -> None:
         """Publishes changes to the other members. Arguments that are None leave their field unchanged.
 
-        Endpoints and state are written at once. A changed load is written at most once a heartbeat, because every
-        member receives every load. Give large clusters a longer heartbeat; docs/how-to/cluster.md has the costs.
+        Endpoints and state are written at once. Changes of load and lending are written at most once a heartbeat,
+        because every member receives each of them. Give large clusters a longer heartbeat; docs/how-to/cluster.md has
+        the costs.
 
         Args:
             endpoints: The addresses at which the pool listens.
             load: How busy it is.
+            lending: What it lends and owes, as JSON.
             state: "draining": it takes no new work; "up": it does.
 
         Raises:
@@ -100,7 +103,7 @@ class Registration:
         """
         if state not in (None, "up", "draining"):
             raise ArgumentError(f'publish: state is {state!r}; it must be "up" or "draining"')
-        given: dict[str, Any] = {"endpoints": endpoints, "load": load, "state": state}
+        given: dict[str, Any] = {"endpoints": endpoints, "load": load, "lending": lending, "state": state}
         with busy, self._lock:
             while True:
                 self._check_open()
@@ -274,8 +277,8 @@ class Registration:
         wanted, written = self._wanted, self._written
         if self._leaving or wanted == written:
             return
-        only_load = dataclasses.replace(wanted, load=written.load) == written
-        if only_load and time.monotonic() < self._written_at + self._heartbeat_s:
+        is_patient = dataclasses.replace(wanted, load=written.load, lending=written.lending) == written
+        if is_patient and time.monotonic() < self._written_at + self._heartbeat_s:
             return
         self._entry.write(wanted)
         self._note_written(wanted)

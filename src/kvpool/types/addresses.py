@@ -23,7 +23,7 @@ from kvpool.arguments import int_from, shown
 from kvpool.errors import ArgumentError, ArgumentTypeError
 from kvpool.types.medium import Medium
 
-__all__ = ["Address", "AddressLike", "block_ids", "decode_address", "media"]
+__all__ = ["Address", "AddressLike", "block_ids", "decode_address", "instances", "media"]
 
 _BLOCK_BITS: Final = 24
 _ADDRESSES_MAX: Final = 1 << 28  # in one call; an array can claim any number, with a stride of 0
@@ -71,6 +71,18 @@ def decode_address(address: int | np.unsignedinteger[Any]) -> Address:
         generation=number >> _GENERATION_SHIFT & (1 << _GENERATION_BITS) - 1,
         block=number & (1 << _BLOCK_BITS) - 1,
     )
+
+
+def instances(addresses: AddressLike) -> npt.NDArray[np.int64]:
+    """The instance of each address, as int64: 0 is the pool at hand, before it joined a cluster.
+
+    Raises:
+        ArgumentError: A number cannot be an address.
+        ArgumentTypeError: Not an array of unsigned integers or a sequence of ints.
+    """
+    array_ = _address_array(addresses)
+    _media_checked(array_)
+    return (array_ >> np.uint64(_INSTANCE_SHIFT)).astype(np.int64)
 
 
 def block_ids(addresses: AddressLike) -> npt.NDArray[np.int64]:

@@ -49,6 +49,22 @@ def test_what_is_published_arrives_in_order(place):
     assert router.members()[0].load == kvpool.Load(hbm_free=7, requests=3)
 
 
+def test_what_a_member_lends_is_published_once_a_heartbeat_the_newest(place):
+    cluster, router = place.join(heartbeat=0.5), place.join()
+    events = Events(router)
+    reg = place.register(cluster, "a")
+    assert cluster.members()[0].lending == {}
+    for number in range(1, 501):
+        reg.publish(lending={"lent": number})
+    wait_for(lambda: [m.lending for m in router.members()] == [{"lent": 500}])
+    assert len(events.of("a")) < 100
+    reg.publish(load=kvpool.Load(requests=1))
+    wait_for(lambda: [m.load.requests for m in router.members()] == [1])
+    assert router.members()[0].lending == {"lent": 500}
+    with pytest.raises(kvpool.ArgumentTypeError, match="lending"):
+        reg.publish(lending=[1])
+
+
 def test_loads_are_published_once_a_heartbeat_the_newest(place):
     cluster, router = place.join(heartbeat=0.5), place.join()
     events = Events(router)

@@ -97,10 +97,11 @@ class Search:
         self._weights = weights
         self._refused: dict[int, tuple[int, int]] = {}  # the row's version when the member refused
 
-    def propose(self, ledger: Ledger) -> tuple[int, ...]:
-        """The next candidates; empty if no member is left that might lend."""
-        refused = {member for member, version in self._refused.items() if ledger.version(member) <= version}
-        return candidates(ledger, self._borrower, self._blocks, self._dice, refused, self._weights)
+    def propose(self, ledger: Ledger, without: Collection[int] = ()) -> tuple[int, ...]:
+        """The next candidates, without some members; empty if no member is left that might lend."""
+        left_out = {member for member, version in self._refused.items() if ledger.version(member) <= version}
+        left_out.update(without)
+        return candidates(ledger, self._borrower, self._blocks, self._dice, left_out, self._weights)
 
     def refuse(self, ledger: Ledger, creditor: int, lendable: int) -> None:
         """Notes a refusal, here and in the ledger, with what the creditor says it can lend."""

@@ -42,6 +42,7 @@ class Row:
         lend_max: It lends at most this many.
         lent: How many it lends now.
         debts: Its blocks that lie with others, by creditor.
+        wants: How many of the blocks that it lends it wants back.
     """
 
     member: int
@@ -53,12 +54,13 @@ class Row:
     lend_max: int
     lent: int = 0
     debts: Mapping[int, int] = field(default_factory=dict)
+    wants: int = 0
 
     def __post_init__(self) -> None:
         """Raises ArgumentError for a row that no member can be in."""
         who = f"the row of member {self.member!r}"
         count_of(self.member, "a member's id", 1)
-        for name in ("term", "version", "blocks", "lend_max", "lent"):
+        for name in ("term", "version", "blocks", "lend_max", "lent", "wants"):
             count_of(getattr(self, name), f"{name} in {who}", 0)
         text_of(self.host, f"host in {who}")
         for medium, blocks in self.free.items():
@@ -69,6 +71,8 @@ class Row:
         for what, blocks in (("blocks", self.blocks), ("blocks owed", sum(self.debts.values()))):
             if blocks > BLOCKS_MAX:
                 raise ArgumentError(f"{who} says {blocks} {what}; no member has more than {BLOCKS_MAX}")
+        if self.wants > self.lent:
+            raise ArgumentError(f"{who}: it wants {self.wants} blocks back, and lends {self.lent}")
         if self.member in self.debts:
             raise ArgumentError(f"{who} says that it owes blocks to itself")
         if self.free_blocks + self.lent > self.blocks:
@@ -169,8 +173,9 @@ class Ledger:
 def worth_publishing(old: Row | None, new: Row, part: float = PUBLISHED_PART) -> bool:
     """Whether a row has moved so far from the last that was published that others should learn of it.
 
-    That is: free or lent blocks or debts moved by this part of the member's blocks, or it begins or ends to borrow or
-    to be able to lend, or what it is has changed. A row costs every member that watches the time to read it.
+    That is: free or lent blocks or debts moved by this part of the member's blocks, or it begins or ends to borrow, to
+    be able to lend or to want blocks back, or what it is has changed. A row costs every member that watches the time to
+    read it.
     """
     if not 0 <= part <= 1:
         raise ArgumentError(f"part is {part}, not a number from 0 to 1")
@@ -178,7 +183,8 @@ def worth_publishing(old: Row | None, new: Row, part: float = PUBLISHED_PART) ->
         return True
     if (old.term, old.host, old.blocks, old.lend_max) != (new.term, new.host, new.blocks, new.lend_max):
         return True
-    if bool(old.debts) != bool(new.debts) or bool(old.lendable) != bool(new.lendable):
+    flags = [(bool(row.debts), bool(row.lendable), bool(row.wants)) for row in (old, new)]
+    if flags[0] != flags[1]:
         return True
     media = old.free.keys() | new.free.keys()
     creditors = old.debts.keys() | new.debts.keys()

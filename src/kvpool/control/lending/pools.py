@@ -1,0 +1,76 @@
+"""What lending asks of a pool and of a sequence: small, so that tests can stand in for both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Addresses", "Handle", "LendingPool", "LentSequence"]
+
+Addresses = npt.NDArray[np.uint64]
+
+
+class Handle(Protocol):
+    """A transfer that is under way."""
+
+    def exception(self, timeout: float | None = None) -> Exception | None:
+        """Waits for its end; why it failed, or None."""
+
+
+class LentSequence(Protocol):
+    """A `KVSequence`."""
+
+    @property
+    def addrs(self) -> Addresses:
+        """Where each block lies."""
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens are written."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has ended."""
+
+    def replace(self, first_block: int, addrs: Addresses, *, timeout: float | None = None) -> Addresses:
+        """Puts other blocks in the place of old ones at once; the old ones."""
+
+
+class LendingPool(Protocol):
+    """A `Pool` that is a member of a cluster."""
+
+    @property
+    def settings(self) -> Any:
+        """Has `timeout_s`."""
+
+    @property
+    def kv_layout(self) -> Any:
+        """Has `block_tokens`."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has ended."""
+
+    @property
+    def peers(self) -> Iterable[Any]:
+        """The connected peers: `instance`, and `borrowed_blocks`."""
+
+    def stats(self) -> Any:
+        """Has `hbm` and `dram`: how many blocks are free and lent."""
+
+    def alloc(
+        self, n: int, medium: int = ..., evict: bool = ..., *, instance: str | None = None, timeout: float | None = None
+    ) -> Addresses:
+        """Takes blocks here, or borrows them of a peer."""
+
+    def free(self, addrs: Addresses) -> None:
+        """Gives blocks back."""
+
+    def transfer(self, peer: str, blocks: Addresses, *, to: Addresses, timeout: float | None = None) -> Handle:
+        """Sends content to blocks that were borrowed."""
+
+    def fetch(self, peer: str | None, blocks: Addresses, *, to: Addresses, timeout: float | None = None) -> Handle:
+        """Brings content of borrowed blocks here."""

@@ -1,0 +1,223 @@
+"""Pools and a cluster that are made up, so that tests of lending decide who has room, who refuses, and what is late."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+
+from kvpool import DRAM, Member, MemberEvent, OutOfBlocks, PeerLost
+from kvpool.control.lending import Lending
+
+BLOCK_TOKENS = 256  # four blocks are a leaf
+
+
+def address(instance, block, medium=DRAM):
+    return (instance << 50) | (int(medium) << 47) | (1 << 24) | block
+
+
+class Town:
+    """Members, and what each of them publishes. Events arrive at once, or when `deliver` is called."""
+
+    def __init__(self):
+        self.members: dict[int, Member] = {}
+        self.watchers: list[Watch] = []
+        self.pools: dict[str, FakePool] = {}
+        self.published = 0
+
+    def show(self, member, kind="changed"):
+        self.members[member.instance] = member
+        self.tell(MemberEvent(kind, member))
+
+    def remove(self, name):
+        """It dies: its blocks are gone."""
+        pool = self.pools[name]
+        pool.closed = True
+        member = self.members.pop(pool.instance)
+        self.tell(MemberEvent("lost", member))
+
+    def tell(self, event):
+        for watch in list(self.watchers):
+            watch.callback(event)
+
+
+class Watch:
+    def __init__(self, town, callback):
+        self.town, self.callback = town, callback
+        town.watchers.append(self)
+
+    def close(self):
+        if self in self.town.watchers:
+            self.town.watchers.remove(self)
+
+
+class FakeRegistration:
+    def __init__(self, town, member):
+        self.town, self.instance = town, member.instance
+        self.failure = None
+
+    @property
+    def record(self):
+        return self.town.members[self.instance]
+
+    def publish(self, *, lending):
+        if self.failure is not None:
+            raise self.failure
+        self.town.published += 1
+        member = self.record
+        self.town.show(Member(member.name, member.instance, member.incarnation, "both", lending=lending))
+
+
+class FakeCluster:
+    heartbeat_s = 3600.0  # nothing happens by itself
+
+    def __init__(self, town, registration):
+        self.town, self.registration = town, registration
+
+    def on_change(self, callback):
+        watch = Watch(self.town, callback)
+        for member in self.town.members.values():
+            callback(MemberEvent("joined", member))
+        return watch
+
+
+class FakeHandle:
+    def __init__(self, failure=None):
+        self.failure = failure
+
+    def exception(self, timeout=None):
+        return self.failure
+
+
+class FakePool:
+    """Content is a number for each block, so that a block that was not copied is seen."""
+
+    settings = SimpleNamespace(timeout_s=5.0)
+    kv_layout = SimpleNamespace(block_tokens=BLOCK_TOKENS)
+
+    def __init__(self, town, name, instance, blocks):
+        self.town, self.name, self.instance = town, name, instance
+        self.blocks = blocks
+        self.free_blocks = list(range(blocks))[::-1]
+        self.lent: dict[int, str] = {}  # by address: to whom
+        self.content: dict[int, int] = {}
+        self.borrowed: set[int] = set()
+        self.refusal = None  # of what it is asked for by peers
+        self.moving_failure = None  # of its transfers
+        self.asked: list[str] = []
+        self.closed = False
+        town.pools[name] = self
+
+    @property
+    def peers(self):
+        counts: dict[int, int] = {}
+        for addr in self.borrowed:
+            counts[addr >> 50] = counts.get(addr >> 50, 0) + 1
+        return [SimpleNamespace(instance=owner, borrowed_blocks=count) for owner, count in counts.items()]
+
+    def stats(self):
+        tier = SimpleNamespace(capacity=self.blocks, free=len(self.free_blocks), lent=len(self.lent))
+        return SimpleNamespace(hbm=None, dram=tier)
+
+    def alloc(self, n, medium=1, evict=True, *, instance=None, timeout=None):
+        assert medium == DRAM
+        assert not evict or instance is None  # a creditor's cached prompts are not its debtors' to evict
+        owner = self
+        if instance is not None:
+            self.asked.append(instance)
+            owner = self.town.pools[instance]
+            if owner.closed:
+                raise PeerLost("it is gone")
+            if owner.refusal is not None:
+                raise owner.refusal
+        if len(owner.free_blocks) < n:
+            error = OutOfBlocks("no room")
+            error.free = len(owner.free_blocks)
+            raise error
+        addrs = [address(owner.instance, owner.free_blocks.pop()) for _ in range(n)]
+        if owner is not self:
+            owner.lent.update(dict.fromkeys(addrs, self.name))
+            self.borrowed.update(addrs)
+        return np.array(addrs, np.uint64)
+
+    def free(self, addrs):
+        for addr in np.asarray(addrs).tolist():
+            owner = self.owner(addr)
+            if owner is not self:
+                self.borrowed.remove(addr)
+                assert owner.lent.pop(addr) == self.name
+            owner.free_blocks.append(addr & 0xFFFFFF)
+            assert len(set(owner.free_blocks)) == len(owner.free_blocks)
+
+    def owner(self, addr):
+        return next(pool for pool in self.town.pools.values() if pool.instance == addr >> 50)
+
+    def transfer(self, peer, blocks, *, to, timeout=None):
+        assert {self.owner(addr).name for addr in to.tolist()} == {peer}
+        return self.copy(blocks, to)
+
+    def fetch(self, peer, blocks, *, to, timeout=None):
+        assert len({addr >> 50 for addr in blocks.tolist()}) == 1
+        return self.copy(blocks, to)
+
+    def copy(self, blocks, to):
+        if self.moving_failure is not None:
+            return FakeHandle(self.moving_failure)
+        if any(self.owner(addr).closed for addr in (*blocks.tolist(), *to.tolist())):
+            return FakeHandle(PeerLost("it is gone"))
+        for old, new in zip(blocks.tolist(), to.tolist(), strict=True):
+            self.owner(new).content[new] = self.owner(old).content[old]
+        return FakeHandle()
+
+
+class FakeSequence:
+    def __init__(self, pool, blocks):
+        self.pool = pool
+        self.closed = False
+        self.addrs = pool.alloc(blocks, DRAM)
+        self.tokens = blocks * BLOCK_TOKENS
+        self.meanwhile = None  # runs before the next switch
+        self.fails_at = None  # the switch with this first block fails
+        for number, addr in enumerate(self.addrs.tolist()):
+            pool.content[addr] = number
+
+    def replace(self, first_block, addrs, *, timeout=None):
+        if self.meanwhile is not None:
+            meanwhile, self.meanwhile = self.meanwhile, None
+            meanwhile()
+        if first_block == self.fails_at:
+            self.fails_at = None
+            raise PeerLost("gone at the switch")
+        was = self.addrs[first_block : first_block + len(addrs)].copy()
+        self.addrs = self.addrs.copy()
+        self.addrs[first_block : first_block + len(addrs)] = addrs
+        return was
+
+    @property
+    def owners(self):
+        return [int(addr) >> 50 for addr in self.addrs]
+
+    def check(self):
+        """Each block has its content, wherever it lies, and belongs to nobody else."""
+        for number, addr in enumerate(self.addrs.tolist()):
+            owner = self.pool.owner(addr)
+            assert owner.content[addr] == number
+            assert owner is self.pool or owner.lent[addr] == self.pool.name
+            assert addr & 0xFFFFFF not in owner.free_blocks
+
+
+def town_of(*sizes, **options):
+    """A pool of each size, numbered from 1; each takes part in lending. Names are "m1", "m2"."""
+    town = Town()
+    made = []
+    for instance, blocks in enumerate(sizes, start=1):
+        made.append(enter(town, instance, blocks, **options))
+    return town, made
+
+
+def enter(town, instance, blocks, **options):
+    member = Member(f"m{instance}", instance, 1000 + instance, "both")
+    town.show(member, "joined")
+    pool = FakePool(town, member.name, instance, blocks)
+    registration = FakeRegistration(town, member)
+    return pool, Lending(pool, FakeCluster(town, registration), **options)

@@ -1,0 +1,101 @@
+"""Pools of a cluster that lend each other blocks: attention has the same bits wherever the blocks lie."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+from attach_kit import eventually, join, url
+
+import kvpool
+from kvpool.control.lending import Lending
+
+LAYOUT = kvpool.KVLayout(layers=1, kv_heads=1, head_dim=16, dtype="float32", block_tokens=256)
+__all__ = ["url"]
+
+
+@contextlib.contextmanager
+def members(url, *sizes, **options):
+    """(pool, lending) of each, when each knows the rows of all."""
+    with contextlib.ExitStack() as stack:
+        made = []
+        for number, blocks in enumerate(sizes):
+            cluster = stack.enter_context(join(url, heartbeat=0.1))
+            pool = stack.enter_context(kvpool.Pool(LAYOUT, hbm_blocks=0, dram_blocks=blocks, attend_threads=2))
+            pool.attach(cluster, name=f"m{number}")
+            made.append((pool, stack.enter_context(Lending(pool, cluster, **options))))
+        eventually(lambda: all(knows(lending, len(sizes)) for _, lending in made))
+        yield made
+
+
+def knows(lending, count):
+    with contextlib.suppress(kvpool.StateError):
+        lending.publish()
+    return len(lending._members.ledger) == count
+
+
+def filled(pool, blocks):
+    addrs = pool.alloc(blocks, kvpool.DRAM)
+    rng = np.random.default_rng(blocks)
+    memory = pool.tensor(kvpool.DRAM).numpy()
+    for block in kvpool.block_ids(addrs):
+        memory[block] = rng.standard_normal(memory[block].shape)
+    return pool.sequence(addrs)
+
+
+def attention(pool, seq):
+    q = np.random.default_rng(3).standard_normal((1, 2, 16)).astype(np.float32)
+    return pool.attend(0, q, [seq]).wait(30).finish("float32")
+
+
+def test_blocks_go_to_two_creditors_and_come_home_with_the_same_bits(url):
+    with members(url, 24, 8, 8) as [(a, lending), (b, b_lending), (c, _)]:
+        seq = filled(a, 20)
+        before = attention(a, seq)
+        assert lending.offload(seq, 16) == 16
+        assert a.stats().dram.free == 20
+        assert (b.stats().dram.lent, c.stats().dram.lent) == (8, 8)
+        assert np.array_equal(attention(a, seq), before)
+        assert lending.row.debts == {b._attachment.instance: 8, c._attachment.instance: 8}
+        eventually(lambda: knows(b_lending, 3) and len(b_lending._members.ledger.debts()) == 2)
+        with pytest.raises(kvpool.ArgumentError):
+            lending.offload(seq, 1)  # the tail is here
+        filler = a.alloc(8, kvpool.DRAM)
+        assert lending.payback() == 12  # into what is free
+        a.free(filler)
+        assert lending.payback() == 4
+        assert (b.stats().dram.lent, c.stats().dram.lent) == (0, 0)
+        assert np.array_equal(attention(a, seq), before)
+        seq.close()
+
+
+def test_without_room_anywhere_nothing_changes(url):
+    with members(url, 24, 8) as [(a, lending), (b, _)]:
+        seq = filled(a, 20)
+        addrs = seq.addrs.tolist()
+        with pytest.raises(kvpool.OutOfBlocks):
+            lending.offload(seq, 12)
+        assert seq.addrs.tolist() == addrs
+        assert (a.stats().dram.free, b.stats().dram.lent) == (4, 0)
+
+
+def test_a_creditor_that_closes_costs_only_what_it_had(url):
+    with members(url, 24, 8, 8) as [(a, lending), (b, b_lending), _]:
+        seq, other = filled(a, 12), filled(a, 12)
+        assert lending.offload(seq, 8) == 8
+        assert lending.offload(other, 8) == 8
+        lost, kept = (seq, other) if b._attachment.instance in owners(seq) else (other, seq)
+        b_lending.close()
+        b.close()
+        eventually(lambda: knows(lending, 2))
+        assert lending.payback() == 8
+        assert owners(kept) == {a._attachment.instance}
+        assert a._attachment.instance in owners(lost)
+        with pytest.raises((kvpool.PeerLost, kvpool.StaleAddress)):
+            attention(a, lost)
+        attention(a, kept)
+
+
+def owners(seq):
+    return {kvpool.decode_address(addr).instance for addr in seq.addrs}
