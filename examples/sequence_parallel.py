@@ -12,9 +12,9 @@ and generates.
     process 2                                         | prompt 0, part 2 | prompt 1, part 2 | ...
 
 One prompt alone is not done sooner: each part waits for the one before it. Several overlap as drawn, as far as the
-machine has processors for it. The last process holds the K and V of the whole prompt. (Exchanging attention outputs
-instead, so that each keeps its own part, needs an attention over parts, which kvpool does not have yet.) Exits with 1
-when a token differs from what a single process generates.
+machine has processors for it. The last process holds the K and V of the whole prompt: where no pool has room for it,
+see long_context, in which each process keeps its own part. Exits with 1 when a token differs from what a single process
+generates.
 """
 
 from __future__ import annotations
