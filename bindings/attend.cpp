@@ -86,6 +86,19 @@ py::array_t<Address> replace(const SequenceHandle& handle, py::handle first_bloc
   return to_array(old.data(), old.size());
 }
 
+// For kvpool.attention.moving.
+void switch_blocks(const SequenceHandle& handle, const std::vector<std::uint64_t>& blocks,
+                   const py::object& old_argument, const py::object& new_argument, std::uint64_t copied_at,
+                   py::handle timeout) {
+  const std::vector<Address> old_addresses = addresses_from(old_argument).copy();
+  const std::vector<Address> addresses = addresses_from(new_argument).copy();
+  const std::int64_t deadline = deadline_from(timeout, handle.node->timeout_ns());
+  Sequence& sequence = sequence_of(handle);
+  call_interruptibly([&](const GivenUp& given_up) {
+    sequence.switch_blocks(blocks, old_addresses, addresses, copied_at, {deadline, given_up});
+  });
+}
+
 // Token ranges as a list of tuples.
 py::list ranges_as_list(const std::vector<TokenRange>& ranges) {
   py::list list;
@@ -260,10 +273,11 @@ only after ``close()``. Use it in a ``with``, or close it. Thread-safe.
 Attributes:
     addrs: uint64 array with the address of each block.
     instances: int64 array with the instance that owns each block; 0: this pool.
-    lost: List of (begin, end): written tokens whose blocks are lost with their peers. Compute their K and V again, and
-        `replace` the blocks.
+    lost: List of (begin, end): written tokens whose blocks are lost with their peers, or were recalled by them. Compute
+        their K and V again, and `replace` the blocks.
     tokens: How many tokens have been written. Assign it when the engine has written more, or has rejected some.
-        ArgumentError if the blocks hold fewer; StateError when the sequence is closed.
+        ArgumentError if the blocks hold fewer; StateError when the sequence is closed, or when tokens are taken back
+        whose block lies with a peer, so that the engine could not write it: bring it home first.
     closed: Whether close() was called.)")
       .def("append", &append, py::arg("addrs"), py::arg("tokens") = py::none(), py::kw_only(),
            py::arg("timeout") = py::none(), R"(Adds blocks behind the last one.
@@ -297,7 +311,7 @@ Raises:
     StateError, StaleAddress, NotOwner, Unsupported, PeerLost, DeadlineExceeded, Busy: As append.)")
       .def_property_readonly(
           "lost", [](const SequenceHandle& handle) { return ranges_as_list(sequence_of(handle).lost()); },
-          "List of (begin, end): written tokens whose blocks are lost with their peers.")
+          "List of (begin, end): written tokens whose blocks are lost with their peers, or were recalled by them.")
       .def_property(
           "tokens", [](const SequenceHandle& handle) { return sequence_of(handle).tokens(); },
           [](const SequenceHandle& handle, py::handle tokens) {
@@ -315,6 +329,8 @@ Raises:
           "Lets the blocks go, at once or when no attention reads them any longer. Idempotent.")
       .def_property_readonly("_block_tokens",
                              [](const SequenceHandle& handle) { return handle.node->pool().layout().block_tokens; })
+      .def("_switch", &switch_blocks)
+      .def_property_readonly("_set_backs", [](const SequenceHandle& handle) { return sequence_of(handle).set_backs(); })
       .def_property_readonly("_pool", [](const SequenceHandle& handle) { return handle.node; })
       .def("__enter__", [](const py::object& self) { return self; })
       .def("__exit__", [](const SequenceHandle& handle, const py::args&) { sequence_of(handle).close(); })
@@ -347,8 +363,10 @@ Raises:
     ClosedError: The pool was closed before it began.
     PeerLost: A peer that had some of the blocks is lost. Its attribute ``lost`` says what went with it: a list of
         (position of the sequence in the batch, [(begin, end), ...]), in tokens.
-    StaleAddress: A peer has recalled some of the blocks.
-    Busy: A peer computes for too many calls already; ``retry_after_us`` says when to try again.
+    StaleAddress: A peer has recalled some of the blocks: ``position`` is that of a sequence in the batch, and its `lost`
+        says which tokens.
+    Busy: A peer computes for too many calls already, and its memory is not mapped here; ``retry_after_us`` says when to
+        try again.
     DeadlineExceeded: A peer did not answer in time.)")
       .def(
           "done", [](const AttendHandle& handle) { return task_of(handle).done(); },

@@ -176,8 +176,8 @@ BUGS: Final[tuple[Bug, ...]] = (
         "what a paused sender writes after its reservation's end lands in blocks that are another's (5)",
         in_cpp(
             "transfer/receiver_place.cpp",
-            "if (reserved && (entry->second.ended || entry->second.phase != Phase::kReserved)) return {};",
-            "if (reserved && entry->second.phase != Phase::kReserved) return {};",
+            "return lent != lent_.end() && lent->second == Lent::kHeld;",
+            "return lent == lent_.end() || lent->second == Lent::kHeld;",
         ),
         ("receiver_test.cpp", "receiver_content_test.cpp", "given_up_test.cpp"),
     ),

@@ -75,6 +75,21 @@ TEST_CASE("a reactor: a watched descriptor is reported until it is unwatched") {
   reactor->unwatch(watch);
 }
 
+TEST_CASE("a reactor: watches are added, changed and removed by several threads at once") {
+  const auto reactor = std::make_unique<Reactor>("test");
+  const Pipe kept;
+  const auto watch = reactor->watch(kept.ends[0], [](std::uint32_t) {});
+  std::atomic<bool> over{false};
+  std::thread changing([&] {
+    while (!over) reactor->want(watch, EPOLLIN);
+  });
+  const Pipe pipe;
+  for (int i = 0; i < 300; ++i) reactor->unwatch(reactor->watch(pipe.ends[0], [](std::uint32_t) {}));
+  over = true;
+  changing.join();
+  reactor->unwatch(watch);
+}
+
 TEST_CASE("a reactor: unwatch and cancel wait for a call that is under way, unless they run in it") {
   const auto reactor = std::make_unique<Reactor>("test");
   const Pipe pipe;

@@ -36,9 +36,10 @@ bool comes_true(Holds holds) {
 
 struct Member {
   explicit Member(const std::string& name, std::uint32_t blocks = 64, std::uint32_t attend_lent_max = 64,
-                  const std::string& route = "")
+                  const std::string& route = "", std::uint32_t transfers_max = 4096)
       : node(make_attendable_node(blocks)) {
     ServiceOptions options;
+    options.transfers_max = transfers_max;
     if (!route.empty()) options.routes = {route};
     options.name = name;
     options.secret = "s3cret";
@@ -229,6 +230,52 @@ TEST_CASE("a peer holds what is viewed until the sequence is closed or the borro
   three.b.pool().audit();
 }
 
+TEST_CASE("blocks that are let go are let go however busy the peer is") {
+  const Member a("a", 8);
+  const Member b("b", 64, 64, "", 1);  // admits one call of each verb at a time
+  a.meet(b);
+  const Addresses at_b = a.borrow("b", 40);
+  std::vector<std::shared_ptr<Sequence>> sequences;
+  for (const Address address : at_b) sequences.push_back(sequence_of(*a.node, Addresses{address}));
+  a.service->free(at_b.data(), at_b.size(), soon());
+  CHECK(free_blocks(b.pool()) == 24);
+  for (const auto& sequence : sequences) sequence->close();
+  CHECK(comes_true([&] { return free_blocks(b.pool()) == 64; }));
+}
+
+TEST_CASE("a pool that closes does not wait for what it computes for peers") {
+  const Member a("a", 4);
+  auto b = std::make_unique<Member>("b", 4096);
+  a.meet(*b);
+  const Addresses at_b = a.borrow("b", 4096);
+  Addresses often;
+  for (int i = 0; i < 60; ++i) often = often + at_b;  // a million tokens
+  const auto sequence = sequence_of(*a.node, often);
+  Attend::Request request = request_of({sequence});
+  request.where = AttendWhere::kThere;
+  const auto attend = Attend::start(*a.node, std::move(request), monotonic_ns() + 100 * kSecondsNs);
+  CHECK_FALSE(attend->wait(monotonic_ns() + 20'000'000));
+  b->node->close();
+  CHECK(attend->wait(monotonic_ns() + kSecondsNs));
+  CHECK(code_of([&] { attend->rethrow_if_failed(); }) == ErrorCode::kPeerLost);
+}
+
+TEST_CASE("a peer that asks for much does not keep another from being served") {
+  const Member a("a", 4);
+  const Member c("c", 4);
+  const Member b("b", 1024, 2, "sock");
+  a.meet(b);
+  c.meet(b);
+  const auto of_a = sequence_of(*a.node, a.borrow("b", 900));
+  const auto of_c = sequence_of(*c.node, c.borrow("b", 1));
+  std::vector<std::shared_ptr<Attend>> attends;
+  for (int i = 0; i < 20; ++i) attends.push_back(Attend::start(*a.node, request_of({of_a}), soon()));
+  const auto attend = Attend::start(*c.node, request_of({of_c}), soon());
+  REQUIRE(attend->wait(soon()));
+  CHECK_NOTHROW(attend->rethrow_if_failed());
+  for (const auto& one : attends) CHECK(one->wait(soon()));
+}
+
 TEST_CASE("a view that a peer refuses leaves nothing held anywhere") {
   const Three three(8);
   const Addresses at_b = three.a.borrow("b", 1);
@@ -297,7 +344,7 @@ TEST_CASE("blocks that were recalled are stale to the attention, and free for th
   const auto attend = Attend::start(*three.a.node, request_of({sequence}), soon());
   REQUIRE(attend->wait(soon()));
   CHECK(code_of([&] { attend->rethrow_if_failed(); }) == ErrorCode::kStaleAddress);
-  CHECK(sequence->lost().empty());
+  CHECK(sequence->lost() == std::vector<TokenRange>{{kPage, 2 * kPage}});
   const auto intact = Attend::start(*three.a.node, request_of({other}), soon());
   REQUIRE(intact->wait(soon()));
   CHECK(finished(*intact).front() == all_of_value(1.0F));
@@ -342,7 +389,9 @@ TEST_CASE("a peer that computes for too many calls refuses more, and one that co
   a.meet(busy);
   a.meet(none);
   const auto of_none = sequence_of(*a.node, a.borrow("none", 1));
-  const auto refused = Attend::start(*a.node, request_of({of_none}), soon());
+  Attend::Request there = request_of({of_none});
+  there.where = AttendWhere::kThere;
+  const auto refused = Attend::start(*a.node, std::move(there), soon());
   REQUIRE(refused->wait(soon()));
   CHECK(code_of([&] { refused->rethrow_if_failed(); }) == ErrorCode::kUnsupported);
   CHECK(refused->lost().empty());

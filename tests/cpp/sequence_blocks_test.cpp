@@ -31,11 +31,14 @@ TEST_CASE("runs of blocks are joined where they meet and cut where blocks are re
       const std::uint64_t count = random() % 6;
       if (random() % 3 == 0) {
         std::vector<Address> gone;
-        for (std::uint64_t block = first; block < first + count; ++block) {
-          if (model.contains(block)) gone.push_back(model[block]);
-          model.erase(block);
+        const std::vector<BlockRange> ranges = {{first, count}, {first + count + random() % 3, random() % 4}};
+        for (const BlockRange& range : ranges) {
+          for (std::uint64_t block = range.first; block < range.end(); ++block) {
+            if (model.contains(block)) gone.push_back(model[block]);
+            model.erase(block);
+          }
         }
-        CHECK(runs.remove({first, count}) == gone);
+        CHECK(runs.remove(ranges) == gone);
         continue;
       }
       std::vector<Address> added(count);
@@ -101,15 +104,15 @@ TEST_CASE("an exchange of blocks happens whole or not at all") {
   const auto blocks = std::make_shared<SequenceBlocks>(*pool, SequenceBlocks::kApplication);
   blocks->add(0, {addresses.data(), 2});
   const std::vector<SequenceBlocks::Added> bad = {{0, {&addresses[2], 1}}, {1, stale}};
-  CHECK(code_of([&] { blocks->exchange({0, 2}, bad); }) == ErrorCode::kStaleAddress);
+  CHECK(code_of([&] { blocks->exchange({{0, 2}}, bad); }) == ErrorCode::kStaleAddress);
   CHECK(std::ranges::equal(*blocks->read().runs->find({0, 2}), std::span(addresses).first(2)));
   pool->free(&addresses[2], 1);
   CHECK(free_blocks(*pool) == 3);  // not held
-  blocks->exchange({0, 1}, {{0, {&addresses[3], 1}}});
+  blocks->exchange({{0, 1}}, {{0, {&addresses[3], 1}}});
   CHECK(blocks->read().runs->find({0, 1})->front() == addresses[3]);
   pool->free(addresses.data(), 1);
   CHECK(free_blocks(*pool) == 4);
-  CHECK(blocks->drop(std::vector<Address>{addresses[3]}) == 1);
+  CHECK(blocks->drop({addresses[3]}) == 1);
   CHECK(blocks->blocks() == 1);
 }
 

@@ -15,6 +15,7 @@
 #include "kvpool/net/connect/handshake_messages.h"
 #include "kvpool/net/data_body.h"
 #include "kvpool/net/frame_reader.h"
+#include "kvpool/net/frame_tag.h"
 #include "kvpool/transfer/messages.h"
 #include "raw_peer.h"
 #include "service_kit.h"
@@ -302,6 +303,15 @@ class Inventor {
 };
 
 }  // namespace
+
+TEST_CASE("a body may be as long as is allowed and not a byte longer") {
+  FrameHeader header{};
+  header.body_bytes = 4096;
+  CHECK_NOTHROW(check_body_bytes(header, 4096));
+  CHECK(code_of([&] { check_body_bytes(header, 4095); }) == ErrorCode::kProtocol);
+  header.body_bytes = UINT32_MAX;
+  CHECK(code_of([&] { check_body_bytes(header, UINT32_MAX - std::size_t{1}); }) == ErrorCode::kProtocol);
+}
 
 TEST_CASE("a peer that announces a body longer than its call or answer may have is disconnected before it sends it") {
   const auto over_tcp = [](ServiceOptions& options) { options.prefer_unix_socket = false; };

@@ -107,6 +107,12 @@ TEST_CASE("requests with numbers that no pool of ours sends are refused") {
   CHECK(refused([](AttendBody& body) { body.items[0].ranges = {{5, 9}, {9, 10}}; }));
   CHECK(refused([](AttendBody& body) { body.items[0].ranges = {{5, kSequenceTokensMax + 1}}; }));
   CHECK(refused([](AttendBody& body) { body.items[0].query_tokens = 17; }));
+  CHECK(refused([](AttendBody& body) { body.items[0].query_tokens = 0; }));
+  CHECK(refused([](AttendBody& body) { body.query_heads = 0; }));
+  CHECK(refused([](AttendBody& body) { body.items.resize(kAttendItemsMax + 1, body.items[0]); }));
+  CHECK(refused([](AttendBody& body) {
+    for (std::uint64_t i = 0; i <= kAttendRangesMax; ++i) body.items[0].ranges.push_back({6000 + 2 * i, 6001 + 2 * i});
+  }));
   CHECK(refused([](AttendBody& body) { body.items[0].query_begin = kSequenceTokensMax + 1; }));
   CHECK(refused([](AttendBody& body) { body.scale = std::numeric_limits<float>::infinity(); }));
   CHECK(refused([](AttendBody& body) { body.query_dtype = DType::kInt8; }));

@@ -11,6 +11,7 @@
 #include "kvpool/base/clock.h"
 #include "kvpool/net/descriptor.h"
 #include "session_kit.h"
+#include "thrown.h"
 
 namespace kvpool::testing {
 namespace {
@@ -34,7 +35,7 @@ class ProcessLink final : public Link {
   const Descriptor process_ = Descriptor::open([] { return eventfd(0, EFD_CLOEXEC); });
 };
 
-// A peer that has nothing under way, in either direction.
+// A peer that has nothing under way, unless the test says so.
 class Party final : public DepartingPeer {
  public:
   explicit Party(bool said_over) : said_over_(said_over) { metadata_.incarnation = kPeerIncarnation; }
@@ -43,8 +44,9 @@ class Party final : public DepartingPeer {
   bool said_over() const noexcept override { return said_over_; }
   bool link_ended() const noexcept override { return true; }
   void on_writer_gone() override { gone = true; }
-  std::uint32_t writes_under_way() const noexcept override { return 0; }
+  std::uint32_t writes_under_way() const noexcept override { return writes; }
   std::atomic<bool> gone{false};
+  std::atomic<std::uint32_t> writes{0};
 
  private:
   const bool said_over_;
@@ -120,6 +122,20 @@ TEST_CASE("a peer that reconnects is watched through the new connection for what
   CHECK(party->gone);
   watch.part(true, kByUcx);
   CHECK(watch.left() == 1);
+}
+
+TEST_CASE("a peer that comes back is refused while writes to its earlier connection are under way") {
+  Watch watch;
+  auto party = std::make_shared<Party>(true);
+  party->writes = 1;
+  watch.writer_quarantine.add(party, watch.link, kByRoute);
+  CHECK(code_of([&] { watch.writer_quarantine.check_return(kPeerIncarnation); }) == ErrorCode::kBusy);
+  CHECK_NOTHROW(watch.writer_quarantine.check_return(kPeerIncarnation + 1));
+  CHECK(watch.writer_quarantine.is_writing_to(kPeerIncarnation));
+  party->writes = 0;
+  CHECK_NOTHROW(watch.writer_quarantine.check_return(kPeerIncarnation));
+  watch.writer_quarantine.on_drained(*party);
+  CHECK(watch.left() == 0);
 }
 
 }  // namespace

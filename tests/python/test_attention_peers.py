@@ -178,9 +178,13 @@ def test_blocks_that_a_peer_recalls_are_stale(three):
         while free_of(b) < 4 * LEAF and time.monotonic() < deadline:
             time.sleep(0.001)
         assert free_of(b) == 4 * LEAF
-        with pytest.raises(kvpool.StaleAddress):
-            out(a, seq)
+        with a.sequence(written(a, 2)) as other, pytest.raises(kvpool.StaleAddress) as caught:
+            a.attend(1, query(rows=2), [other, seq]).wait()
+        assert caught.value.position == 1
+        assert seq.lost == [(0, 2 * BLOCK)]
+        seq.replace(0, written(a, 2))
         assert seq.lost == []
+        assert out(a, seq).shape == (1, 4, 16)
 
 
 def test_a_pool_that_lends_no_attention_says_so():
@@ -190,10 +194,101 @@ def test_a_pool_that_lends_no_attention_says_so():
     ):
         a.peers.connect(listening(b))
         with a.sequence(written(a, 3)) as seq:
+            want = out(a, seq)
             seq.offload(2, "b")
             with pytest.raises(kvpool.Unsupported):
                 out(a, seq, where="there")
-            assert out(a, seq, where="here").shape == (1, 4, 16)
+            for where in ("here", "auto"):
+                np.testing.assert_allclose(out(a, seq, where=where), want, rtol=2e-6, atol=2e-6)
+
+
+def test_a_peer_that_neither_computes_nor_shows_its_memory_gets_no_blocks():
+    pools = [pool_of(hbm=0, dram=8, name=name, secret="s") for name in "ac"]
+    a, c = pools
+    a.peers.connect(listening(c))
+    with a.sequence(written(a, 4)) as seq:
+        with pool_of(hbm=0, dram=8, name="d", secret="s", attend_lent_max=0, routes=["sock"]) as d:
+            a.peers.connect(listening(d))
+            with pytest.raises(kvpool.Unsupported):
+                seq.offload(2, "d")
+            assert free_of(d) == 8
+            a.free(seq.offload(2))  # c takes them, whichever is asked first
+            assert {peer.name for peer in a.peers if peer.instance in seq.instances} == {"c"}
+    for pool in pools:
+        pool.close()
+
+
+def test_blocks_come_home_from_all_peers_or_from_none(three):
+    a, _b, c = three
+    with a.sequence(written(a, 2 * LEAF + 1)) as seq:
+        a.free(seq.offload(LEAF, "b"))
+        a.free(seq.offload(LEAF, "c"))
+        before, room = seq.addrs, free_of(a)
+        c.close()
+        with pytest.raises(kvpool.PeerLost):
+            seq.bring_home(2 * LEAF)
+        assert np.array_equal(seq.addrs, before)
+        assert free_of(a) == room
+
+
+def test_tokens_are_not_taken_back_into_blocks_that_lie_with_a_peer(three):
+    a, *_ = three
+    with a.sequence(written(a, 4), tokens=3 * BLOCK + 1) as seq:
+        a.free(seq.offload(2, "b"))
+        with pytest.raises(kvpool.StateError) as caught:
+            seq.tokens = BLOCK + 9
+        assert caught.value.block == 1
+        seq.tokens = 2 * BLOCK  # block 2 is here
+        assert seq.tokens == 2 * BLOCK
+        a.free(seq.bring_home(1))
+        seq.tokens = BLOCK + 9
+
+
+def test_a_block_that_was_written_while_it_was_copied_does_not_move(three):
+    a, b, _ = three
+    with a.sequence(written(a, 4), tokens=3 * BLOCK + 1) as seq:
+        before, mark = seq.addrs, seq._set_backs
+        lent = a.alloc(2, kvpool.DRAM, instance="b")
+        seq.tokens = BLOCK + 9  # what was speculated is rejected, and written anew
+        seq.tokens = 3 * BLOCK + 1
+        with pytest.raises(kvpool.StateError):
+            seq._switch([0, 1], before[:2], lent, mark, None)
+        assert np.array_equal(seq.addrs, before)
+        seq._switch([0], before[:1], lent[:1], mark, None)  # that one was not written
+        a.free(lent[1:])
+        assert free_of(b) == 4 * LEAF - 1
+
+
+def test_own_blocks_are_appended_while_another_change_waits_for_a_peer(three):
+    a, *_ = three
+    process, address = creditor(f"unix:@kvpool-slow-{os.getpid()}")
+    try:
+        a.peers.connect(address)
+        with a.sequence(written(a, 3)) as seq:
+            lent = a.alloc(1, kvpool.DRAM, instance="creditor")
+            stop(process)
+            replacing = threading.Thread(target=lambda: _refused(lambda: seq.replace(0, lent, timeout=3)))
+            replacing.start()
+            time.sleep(0.05)
+            begin = time.monotonic()
+            seq.append(written(a, 1), tokens=4 * BLOCK)
+            assert time.monotonic() - begin < 2
+            with pytest.raises(kvpool.DeadlineExceeded):
+                seq.replace(0, written(a, 1), timeout=0.05)  # these take turns
+            process.send_signal(signal.SIGCONT)
+            replacing.join()
+            assert len(seq.addrs) == 4
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def _refused(call):
+    try:
+        return call()
+    except kvpool.Error as error:
+        return error
 
 
 def test_every_way_gives_the_same_bits_over_every_route():
@@ -254,6 +349,12 @@ def creditor(address):
     return process, process.stdout.readline().strip()
 
 
+def stop(process):
+    """Returns when none of its threads runs any more."""
+    process.send_signal(signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)
+
+
 def test_a_creditor_that_is_killed_costs_only_what_it_had(three):
     a, *_ = three
     process, address = creditor(f"unix:@kvpool-creditor-{os.getpid()}")
@@ -287,7 +388,7 @@ def test_a_creditor_that_is_stopped_costs_no_more_than_the_deadline(three):
         with a.sequence(written(a, 3)) as seq:
             want = out(a, seq)
             seq.offload(2, "creditor")
-            process.send_signal(signal.SIGSTOP)
+            stop(process)
             with pytest.raises(kvpool.DeadlineExceeded):
                 out(a, seq, timeout=0.2, where="there")
             process.send_signal(signal.SIGCONT)

@@ -19,7 +19,9 @@ std::int64_t field(std::uint64_t value) noexcept { return static_cast<std::int64
 class Refusal {
  public:
   explicit Refusal(const AttendCall& call) : where_("attention over layer " + std::to_string(call.layer)) {}
-  Refusal(const AttendCall& call, std::size_t item) : Refusal(call) { where_ += ", sequence " + std::to_string(item); }
+  Refusal(const AttendCall& call, std::size_t item) : Refusal(call) {
+    where_ += ", sequence " + std::to_string(call.items[item].number);
+  }
 
   void unless(bool holds, const std::string& what, std::initializer_list<ErrorField> fields) const {
     if (!holds) throw Error(ErrorCode::kArgument, where_ + ": " + what, fields);

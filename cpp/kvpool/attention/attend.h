@@ -67,6 +67,7 @@ struct AttendItem {
   const std::byte* q = nullptr;   // [query token, query head, head_dim]
   std::uint32_t query_tokens = 1;
   std::uint64_t query_begin = 0;  // position of the first query token; with `causal` it sees the tokens up to its own
+  std::size_t number = 0;         // of the sequence, for messages
 };
 
 enum class AttendWay : std::uint8_t { kHeads, kLeaves, kLeavesAndMerges };
@@ -110,7 +111,13 @@ struct AttendTeam {
 // Ends a call early: other threads may set `asked`, and its threads look at both before each leaf.
 struct AttendStop {
   std::atomic<bool> asked{false};
+  const std::atomic<bool>* also_asked = nullptr;
   std::int64_t until_ns = INT64_MAX;  // CLOCK_MONOTONIC
+
+  bool is_asked() const noexcept {
+    return asked.load(std::memory_order_relaxed) ||
+           (also_asked != nullptr && also_asked->load(std::memory_order_relaxed));
+  }
 };
 
 // The part of each item, in their order. Throws, before anything is computed, kArgument when numbers do not fit each

@@ -195,7 +195,7 @@ void AttendWork::share_out(std::size_t count, Step step) noexcept {
 bool AttendWork::stopped() noexcept {
   if (stop_ == nullptr) return false;
   if (stopped_.load(std::memory_order_relaxed)) return true;
-  if (!stop_->asked.load(std::memory_order_relaxed) && monotonic_ns() < stop_->until_ns) return false;
+  if (!stop_->is_asked() && monotonic_ns() < stop_->until_ns) return false;
   stopped_.store(true, std::memory_order_relaxed);
   return true;
 }

@@ -26,6 +26,25 @@ void check_query(std::size_t position, std::uint64_t tokens, std::uint32_t query
                {"query_tokens", query_tokens}});
 }
 
+// Says which sequence of the batch a peer's refusal is about, where this side has heard of the recall.
+Error in_batch(const Error& refused, const RemotePart& part, std::uint32_t block_tokens) {
+  if (refused.code() != ErrorCode::kStaleAddress) return refused;
+  Error error(ErrorCode::kStaleAddress,
+              "peer " + part.session->peer().name + " no longer holds some of the blocks: " + refused.what());
+  for (std::size_t i = 0; i < part.positions.size(); ++i) {
+    for (const TokenRange& range : part.asked.items[i].ranges) {
+      const std::uint64_t first = range.begin / block_tokens;
+      const std::uint64_t end = (range.end - 1) / block_tokens + 1;
+      if (part.views[i]->missing({first, end - first}).empty()) continue;
+      error.add("position", static_cast<std::int64_t>(part.positions[i]));
+      error.add("begin", static_cast<std::int64_t>(range.begin));
+      error.add("end", static_cast<std::int64_t>(range.end));
+      return error;
+    }
+  }
+  return error;
+}
+
 std::uint64_t query_begin(std::uint64_t tokens, std::uint32_t query_tokens) noexcept {
   return tokens - std::min<std::uint64_t>(query_tokens, tokens);
 }
@@ -63,7 +82,7 @@ Attend::Attend(PeerNode& node, Request&& request)
       own_tokens += range.tokens();
     }
     here.entries.push_back({std::move(snapshot.here), std::move(ranges), query_tokens, entry.query_tokens,
-                            query_begin(snapshot.tokens, entry.query_tokens)});
+                            query_begin(snapshot.tokens, entry.query_tokens), i});
     query_tokens += entry.query_tokens;
   }
   std::vector<Away> away = find_away(request);
@@ -142,7 +161,8 @@ void Attend::add_entries_here(AttendRequest& here, std::vector<Away>& away) {
       continue;
     }
     const AttendEntry& own = here.entries[one.position];
-    here.entries.push_back({std::move(*blocks), {one.range}, own.query_at, own.query_tokens, own.query_begin});
+    here.entries.push_back(
+        {std::move(*blocks), {one.range}, own.query_at, own.query_tokens, own.query_begin, one.position});
     positions_.push_back(one.position);
     last = one.view.get();
   }
@@ -237,8 +257,9 @@ void Attend::on_answer(RemotePart& part, const Message* answer, const Error* err
   if (part.over.exchange(true)) return;
   std::optional<Error> failure;
   if (error != nullptr) {
-    if (error->code() == ErrorCode::kBusy && where_ == AttendWhere::kAuto && begin_here(part, *error)) return;
-    failure = *error;
+    const bool has_no_time = error->code() == ErrorCode::kBusy || error->code() == ErrorCode::kUnsupported;
+    if (has_no_time && where_ == AttendWhere::kAuto && begin_here(part, *error)) return;
+    failure = in_batch(*error, part, node_.pool().layout().block_tokens);
   } else {
     const std::int64_t now_ns = monotonic_ns();
     part.session->attend_pace().record(static_cast<double>(part.tokens * token_bytes()), now_ns - part.sent_ns, now_ns);
@@ -270,7 +291,7 @@ void Attend::compute_refused(RemotePart& part, const Error& refused) noexcept {
     for (std::size_t i = 0; i < asked.items.size(); ++i) {
       const AttendBody::Item& item = asked.items[i];
       request.entries.push_back(
-          {part.views[i]->read(), item.ranges, query_tokens, item.query_tokens, item.query_begin});
+          {part.views[i]->read(), item.ranges, query_tokens, item.query_tokens, item.query_begin, part.positions[i]});
       query_tokens += item.query_tokens;
     }
     AttendTask task(node_.pool(), std::move(request), query_tokens, node_.attender());
@@ -328,6 +349,10 @@ bool Attend::cancel() noexcept {
   const bool claimed = phase_.compare_exchange_strong(before, Phase::kCancelled);
   if (!claimed && before != Phase::kEnded) return false;
   const Error cancelled(ErrorCode::kCancelled, "the attention was cancelled");
+  {
+    const std::lock_guard lock(mutex_);
+    error_ = cancelled;
+  }
   bool ended = claimed;
   for (RemotePart& part : remote_) {
     if (part.over.exchange(true)) continue;

@@ -39,6 +39,7 @@ void RemoteParts::add(const std::shared_ptr<RemoteView>& view, std::size_t posit
       ranges.back().end = node.end;
     } else {
       ranges.push_back(node);
+      ++room.ranges;
       room.request_bytes += sizeof(TokenRange);
     }
   }
@@ -54,13 +55,14 @@ std::size_t RemoteParts::part_for(const RemoteView& view, std::size_t request_by
   for (std::size_t i = parts_.size(); i-- > 0;) {
     if (parts_[i].session != view.session_pointer()) continue;
     const bool fits = rooms_[i].request_bytes + request_bytes <= kAttendVerb.request_bytes_max &&
+                      rooms_[i].ranges < kAttendRangesMax && parts_[i].asked.items.size() < kAttendItemsMax &&
                       rooms_[i].answer_bytes + answer_bytes <= kAttendVerb.answer_bytes_max;
     if (fits) return i;
     break;
   }
   RemotePart& part = parts_.emplace_back(view.session_pointer());
   part.asked = common_;
-  rooms_.push_back({kHeaderBytes, kAttendedHeaderBytes});
+  rooms_.push_back({kHeaderBytes, kAttendedHeaderBytes, 0});
   return parts_.size() - 1;
 }
 

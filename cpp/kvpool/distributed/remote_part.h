@@ -60,6 +60,7 @@ class RemoteParts {
   struct Room {  // of the last call to a peer
     std::size_t request_bytes = 0;
     std::size_t answer_bytes = 0;
+    std::size_t ranges = 0;
   };
   std::size_t part_for(const RemoteView& view, std::size_t request_bytes, std::size_t answer_bytes);
 

@@ -1,9 +1,13 @@
 #include "kvpool/distributed/sequence.h"
 
 #include <algorithm>
+#include <chrono>
+#include <functional>
+#include <numeric>
 #include <string>
 #include <utility>
 
+#include "kvpool/base/clock.h"
 #include "kvpool/base/error.h"
 #include "kvpool/peers/peer_node.h"
 #include "kvpool/peers/service.h"
@@ -31,17 +35,41 @@ void add_place(Places& places, Sequence::Place place) {
 }
 
 // `places` with those of `added`, which are all of the blocks `changed`, in the place of what was there.
-Places exchanged(const Places& places, const BlockRange& changed, const Places& added) {
-  Places result;
-  const auto add_parts = [&](std::uint64_t begin, std::uint64_t end) {
-    for (const Sequence::Place& place : places) {
-      add_place(result, {overlap(place.blocks, {begin, end - begin}), place.view});
+Places exchanged(const Places& places, const std::vector<BlockRange>& changed, const Places& added) {
+  Places parts = added;
+  for (const Sequence::Place& place : places) {
+    std::uint64_t next = place.blocks.first;
+    for (const BlockRange& gone : changed) {
+      const BlockRange cut = overlap(place.blocks, gone);
+      if (cut.count == 0) continue;
+      parts.push_back({{next, cut.first - next}, place.view});
+      next = cut.end();
     }
-  };
-  add_parts(0, changed.first);
-  for (const Sequence::Place& place : added) add_place(result, place);
-  add_parts(changed.end(), std::max(changed.end(), places.empty() ? 0 : places.back().blocks.end()));
+    parts.push_back({{next, place.blocks.end() - next}, place.view});
+  }
+  std::ranges::sort(parts, {}, [](const Sequence::Place& part) { return part.blocks.first; });
+  Places result;
+  for (Sequence::Place& part : parts) add_place(result, std::move(part));
   return result;
+}
+
+// Blocks that follow each other, as ranges.
+std::vector<BlockRange> ranges_of(const std::vector<std::uint64_t>& blocks) {
+  std::vector<BlockRange> ranges;
+  for (const std::uint64_t block : blocks) {
+    if (!ranges.empty() && ranges.back().end() == block) {
+      ++ranges.back().count;
+    } else {
+      ranges.push_back({block, 1});
+    }
+  }
+  return ranges;
+}
+
+std::vector<std::uint64_t> blocks_from(std::uint64_t first, std::size_t count) {
+  std::vector<std::uint64_t> blocks(count);
+  std::iota(blocks.begin(), blocks.end(), first);
+  return blocks;
 }
 
 }  // namespace
@@ -71,21 +99,48 @@ Sequence::Sequence(PeerNode& node, std::span<const Address> addresses, std::opti
   append(addresses, tokens.value_or(addresses.size() * std::uint64_t{block_tokens_}), waiting);
 }
 
+class Sequence::Turn {
+ public:
+  // Throws kDeadline, kCancelled.
+  Turn(Sequence& sequence, bool Sequence::* taken, const Waiting& waiting) : sequence_(sequence), taken_(taken) {
+    std::unique_lock lock(sequence.mutex_);
+    while (sequence.*taken) {
+      const std::int64_t now_ns = monotonic_ns();
+      if (now_ns >= waiting.until_ns) throw Error(ErrorCode::kDeadline, "another change of the sequence took too long");
+      waiting.check();
+      sequence.turn_ended_.wait_for(lock, std::chrono::nanoseconds(waiting.slice_ns(now_ns) - now_ns));
+    }
+    sequence.*taken = true;
+  }
+  ~Turn() {
+    const std::lock_guard lock(sequence_.mutex_);
+    sequence_.*taken_ = false;
+    sequence_.turn_ended_.notify_all();
+  }
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+
+ private:
+  Sequence& sequence_;
+  bool Sequence::* const taken_;
+};
+
 void Sequence::append(std::span<const Address> addresses, std::optional<std::uint64_t> tokens, const Waiting& waiting) {
-  const std::lock_guard changing(changing_);
-  std::uint64_t first = 0;
+  const Turn turn(*this, &Sequence::appending_, waiting);
+  Change change{{}, addresses};
+  change.tokens = tokens;
   {
     const std::lock_guard lock(mutex_);
     check_open();
-    first = addresses_.size();
-    check_tokens(tokens.value_or(tokens_), first + addresses.size());
+    change.blocks = blocks_from(addresses_.size(), addresses.size());
+    check_tokens(tokens.value_or(tokens_), addresses_.size() + addresses.size());
   }
-  put(first, addresses, tokens, waiting);
+  put(change, waiting);
 }
 
 std::vector<Address> Sequence::replace(std::uint64_t first, std::span<const Address> addresses,
                                        const Waiting& waiting) {
-  const std::lock_guard changing(changing_);
+  const Turn turn(*this, &Sequence::replacing_, waiting);
   {
     const std::lock_guard lock(mutex_);
     check_open();
@@ -97,42 +152,84 @@ std::vector<Address> Sequence::replace(std::uint64_t first, std::span<const Addr
                   {{"block", static_cast<std::int64_t>(first)}, {"blocks", static_cast<std::int64_t>(blocks)}});
     }
   }
-  return put(first, addresses, std::nullopt, waiting);
+  return put({blocks_from(first, addresses.size()), addresses}, waiting);
+}
+
+void Sequence::switch_blocks(std::span<const std::uint64_t> blocks, std::span<const Address> old,
+                             std::span<const Address> addresses, std::uint64_t copied_at, const Waiting& waiting) {
+  const Turn turn(*this, &Sequence::replacing_, waiting);
+  const Change change{{blocks.begin(), blocks.end()}, addresses, old, copied_at};
+  if (old.size() != blocks.size() || addresses.size() != blocks.size() ||
+      std::ranges::adjacent_find(change.blocks, std::greater_equal<>()) != change.blocks.end()) {
+    throw Error(ErrorCode::kArgument, "blocks must ascend, with an old and a new address each");
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    check_open();
+    check_unchanged(change);
+  }
+  put(change, waiting);
+}
+
+// REQUIRES: mutex_ is held.
+void Sequence::check_unchanged(const Change& change) const {
+  if (change.copied_at == UINT64_MAX) return;
+  const auto low = std::ranges::upper_bound(set_backs_, change.copied_at, {}, &SetBack::number);
+  const std::uint64_t written_from = low == set_backs_.end() ? tokens_ : std::min(tokens_, low->tokens);
+  for (std::size_t i = 0; i < change.blocks.size(); ++i) {
+    const std::uint64_t block = change.blocks[i];
+    if (block < addresses_.size() && addresses_[block] == change.old[i] && block < written_from / block_tokens_)
+      continue;
+    throw Error(ErrorCode::kState,
+                "block " + std::to_string(block) + " of the sequence was replaced or written while it was being copied",
+                {{"block", static_cast<std::int64_t>(block)}});
+  }
 }
 
 // First the peers hold their blocks, then all of it changes at once, then peers hold the old ones no longer.
-// REQUIRES: changing_ is held; blocks [first, first + n) follow or are those of the sequence.
-std::vector<Address> Sequence::put(std::uint64_t first, std::span<const Address> addresses,
-                                   std::optional<std::uint64_t> tokens, const Waiting& waiting) {
-  const BlockRange changed{first, addresses.size()};
+// REQUIRES: it is the turn of this kind of change; the blocks follow those of the sequence, or are among them.
+std::vector<Address> Sequence::put(const Change& change, const Waiting& waiting) {
+  const std::vector<BlockRange> changed = ranges_of(change.blocks);
   std::vector<Address> old;
   auto next = std::make_shared<Removals>();
-  const Places added = place_all(first, addresses, waiting);
+  const Places added = place_all(change, changed, waiting);
   std::shared_ptr<Removals> last;  // destroyed without the lock
   try {
     const std::lock_guard lock(mutex_);
     check_open();
-    check_tokens(tokens.value_or(tokens_), std::max<std::size_t>(changed.end(), addresses_.size()));
-    const auto begin = addresses_.begin() + static_cast<std::ptrdiff_t>(first);
-    const auto end = begin + static_cast<std::ptrdiff_t>(std::min(addresses.size(), addresses_.size() - first));
-    old.assign(begin, end);
+    check_unchanged(change);
+    const std::size_t size = std::max<std::size_t>(addresses_.size(), changed.empty() ? 0 : changed.back().end());
+    check_tokens(change.tokens.value_or(tokens_), size);
+    for (const std::uint64_t block : change.blocks) {
+      if (block < addresses_.size()) old.push_back(addresses_[block]);
+    }
     Places places = exchanged(places_, changed, added);
     Places gone;
     for (const Place& place : places_) {
-      const BlockRange blocks = overlap(place.blocks, changed);
-      if (place.view != nullptr && blocks.count > 0) gone.push_back({blocks, place.view});
+      for (const BlockRange& range : changed) {
+        const BlockRange blocks = overlap(place.blocks, range);
+        if (place.view != nullptr && blocks.count > 0) gone.push_back({blocks, place.view});
+      }
     }
-    addresses_.reserve(changed.end());
-    exchange_here(first, addresses, added);  // nothing fails behind this
+    std::vector<SequenceBlocks::Added> here;
+    std::size_t at = 0;  // of the first address of a place
+    for (const Place& place : added) {
+      if (place.view == nullptr) {
+        here.push_back({place.blocks.first, change.addresses.subspan(at, place.blocks.count)});
+      }
+      at += place.blocks.count;
+    }
+    addresses_.reserve(size);
+    here_->exchange(changed, here);  // nothing fails behind this
     places_ = std::move(places);
     if (!gone.empty()) {
       removals_->places = std::move(gone);
       removals_->next = next;
       last = std::exchange(removals_, std::move(next));
     }
-    addresses_.resize(std::max<std::size_t>(addresses_.size(), changed.end()));
-    std::ranges::copy(addresses, addresses_.begin() + static_cast<std::ptrdiff_t>(first));
-    tokens_ = tokens.value_or(tokens_);
+    addresses_.resize(size);
+    for (std::size_t i = 0; i < change.blocks.size(); ++i) addresses_[change.blocks[i]] = change.addresses[i];
+    tokens_ = change.tokens.value_or(tokens_);
   } catch (...) {
     for (const Place& place : added) {
       if (place.view != nullptr) place.view->remove(place.blocks);
@@ -142,8 +239,9 @@ std::vector<Address> Sequence::put(std::uint64_t first, std::span<const Address>
   return old;
 }
 
-// The places of new blocks. Peers hold theirs when this returns, and do not if it throws.
-std::vector<Sequence::Place> Sequence::place_all(std::uint64_t first, std::span<const Address> addresses,
+// The places of new blocks, in the order of their addresses. Peers hold theirs when this returns, and do not if it
+// throws.
+std::vector<Sequence::Place> Sequence::place_all(const Change& change, const std::vector<BlockRange>& runs,
                                                  const Waiting& waiting) {
   Service* const peers = node_.service();
   const std::uint32_t own = node_.pool().instance();
@@ -152,25 +250,30 @@ std::vector<Sequence::Place> Sequence::place_all(std::uint64_t first, std::span<
     return peers == nullptr || instance == own ? 0 : instance;  // without peers, what is not of this pool is refused
   };
   Places places;
+  std::span<const Address> left = change.addresses;
   try {
-    for (std::size_t begin = 0; begin < addresses.size();) {
-      std::size_t end = begin + 1;
-      while (end < addresses.size() && owner(addresses[end]) == owner(addresses[begin])) ++end;
-      const BlockRange blocks{first + begin, end - begin};
-      const auto some = addresses.subspan(begin, end - begin);
-      begin = end;
-      if (owner(some.front()) == 0) {
-        add_place(places, {blocks, nullptr});
-        continue;
+    for (BlockRange run : runs) {
+      while (run.count > 0) {
+        const std::uint32_t instance = owner(left.front());
+        const auto end =
+            std::ranges::find_if(left.first(run.count), [&](Address one) { return owner(one) != instance; });
+        const auto some = left.first(static_cast<std::size_t>(end - left.begin()));
+        const BlockRange blocks{run.first, some.size()};
+        left = left.subspan(some.size());
+        run = {blocks.end(), run.count - blocks.count};
+        places.reserve(places.size() + 1);
+        if (instance == 0) {
+          places.push_back({blocks, nullptr});
+          continue;
+        }
+        const auto session = peers->reach_owner({some.begin(), some.end()}, waiting);
+        const auto known = std::ranges::find_if(places, [&](const Place& place) {
+          return place.view != nullptr && place.view->session_pointer() == session;
+        });
+        auto view = known != places.end() ? known->view : view_for(session, runs);
+        view->add(blocks.first, some, waiting);
+        places.push_back({blocks, std::move(view)});
       }
-      const auto session = peers->reach_owner({some.begin(), some.end()}, waiting);
-      auto view = std::ranges::find_if(places, [&](const Place& place) {
-        return place.view != nullptr && place.view->session_pointer() == session;
-      });
-      Place place{blocks, view != places.end() ? view->view : view_for(session, {first, addresses.size()})};
-      places.reserve(places.size() + 1);
-      place.view->add(blocks.first, some, waiting);
-      places.push_back(std::move(place));
     }
   } catch (...) {
     for (const Place& place : places) {
@@ -183,30 +286,40 @@ std::vector<Sequence::Place> Sequence::place_all(std::uint64_t first, std::span<
 
 // A view of the sequence at this peer that has none of these blocks; or a new one.
 std::shared_ptr<RemoteView> Sequence::view_for(const std::shared_ptr<Session>& session,
-                                               const BlockRange& blocks) const {
+                                               const std::vector<BlockRange>& blocks) const {
   const std::lock_guard lock(mutex_);
   for (const Place& candidate : places_) {
     if (candidate.view == nullptr || candidate.view->session_pointer() != session) continue;
-    if (!candidate.view->has_any(blocks)) return candidate.view;
+    const auto has_any = [&](const BlockRange& range) { return candidate.view->has_any(range); };
+    if (std::ranges::none_of(blocks, has_any)) return candidate.view;
   }
   return RemoteView::open(session);
-}
-
-// REQUIRES: mutex_ is held.
-void Sequence::exchange_here(std::uint64_t first, std::span<const Address> addresses, const Places& added) {
-  std::vector<SequenceBlocks::Added> here;
-  for (const Place& place : added) {
-    if (place.view != nullptr) continue;
-    here.push_back({place.blocks.first, addresses.subspan(place.blocks.first - first, place.blocks.count)});
-  }
-  here_->exchange({first, addresses.size()}, here);
 }
 
 void Sequence::set_tokens(std::uint64_t tokens) {
   const std::lock_guard lock(mutex_);
   check_open();
   check_tokens(tokens, addresses_.size());
+  if (tokens < tokens_) {
+    const std::uint64_t block = tokens / block_tokens_;  // that is written next
+    const auto there = std::ranges::find_if(places_, [&](const Place& place) {
+      return place.view != nullptr && overlap(place.blocks, {block, 1}).count > 0;
+    });
+    if (there != places_.end()) {
+      throw Error(ErrorCode::kState,
+                  "tokens cannot be set back to " + std::to_string(tokens) + ": block " + std::to_string(block) +
+                      " lies with peer " + there->view->session().peer().name + ", and could not be written",
+                  {{"block", static_cast<std::int64_t>(block)}});
+    }
+    std::erase_if(set_backs_, [&](const SetBack& one) { return one.tokens >= tokens; });
+    set_backs_.push_back({++set_backs_made_, tokens});
+  }
   tokens_ = tokens;
+}
+
+std::uint64_t Sequence::set_backs() const {
+  const std::lock_guard lock(mutex_);
+  return set_backs_made_;
 }
 
 void Sequence::close() noexcept {
@@ -238,13 +351,16 @@ std::vector<TokenRange> Sequence::lost() const {
   const std::lock_guard lock(mutex_);
   std::vector<TokenRange> lost;
   for (const Place& place : places_) {
-    if (place.view == nullptr || !place.view->session().lost()) continue;
-    const TokenRange range = tokens_in(place.blocks, tokens_);
-    if (range.tokens() == 0) continue;
-    if (!lost.empty() && lost.back().end == range.begin) {
-      lost.back().end = range.end;
-    } else {
-      lost.push_back(range);
+    if (place.view == nullptr) continue;
+    const bool all = place.view->session().lost();
+    for (const BlockRange& blocks : all ? std::vector{place.blocks} : place.view->missing(place.blocks)) {
+      const TokenRange range = tokens_in(blocks, tokens_);
+      if (range.tokens() == 0) continue;
+      if (!lost.empty() && lost.back().end == range.begin) {
+        lost.back().end = range.end;
+      } else {
+        lost.push_back(range);
+      }
     }
   }
   return lost;

@@ -11,6 +11,7 @@
 // Thread-safety: all of it. Every method that throws has changed nothing. The node outlives it.
 #pragma once
 
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -49,8 +50,15 @@ class Sequence {
   // later reads the new ones. Returns the addresses that stood there. Throws as append(), and kArgument when the
   // sequence has fewer blocks.
   std::vector<Address> replace(std::uint64_t first, std::span<const Address> addresses, const Waiting& waiting);
+  // The same for any blocks, in ascending order, whose content was copied from `old` after set_backs() had been
+  // `copied_at`. Throws kState when other addresses stand there, or one of the blocks may have been written since.
+  void switch_blocks(std::span<const std::uint64_t> blocks, std::span<const Address> old,
+                     std::span<const Address> addresses, std::uint64_t copied_at, const Waiting& waiting);
+  // How often the number of tokens was set back.
+  std::uint64_t set_backs() const;
   // Says how many tokens have been written. It may go back, when an engine rejects speculated tokens. Throws kArgument
-  // when the blocks hold fewer, kState when it is closed.
+  // when the blocks hold fewer, kState when it is closed, or when it goes back into a block that lies with a peer: the
+  // engine could not write it.
   void set_tokens(std::uint64_t tokens);
   // Lets the blocks go, at once or when no attention reads them any longer. Idempotent; does not wait.
   void close() noexcept;
@@ -59,7 +67,7 @@ class Sequence {
   std::uint64_t tokens() const;
   std::vector<Address> addresses() const;  // also of a closed one
   bool closed() const;
-  // Written tokens in blocks of peers that are lost.
+  // Written tokens in blocks of peers that are lost, or that have recalled the blocks.
   std::vector<TokenRange> lost() const;
 
   // --- for attention ---
@@ -85,21 +93,39 @@ class Sequence {
  private:
   void check_open() const;
   void check_tokens(std::uint64_t tokens, std::size_t blocks) const;
-  std::vector<Address> put(std::uint64_t first, std::span<const Address> addresses, std::optional<std::uint64_t> tokens,
-                           const Waiting& waiting);
-  std::vector<Place> place_all(std::uint64_t first, std::span<const Address> addresses, const Waiting& waiting);
-  std::shared_ptr<RemoteView> view_for(const std::shared_ptr<Session>& session, const BlockRange& blocks) const;
-  void exchange_here(std::uint64_t first, std::span<const Address> addresses, const std::vector<Place>& added);
+  // One change of each kind at a time, from its begin to its end: it may wait for peers.
+  class Turn;
+  struct Change {
+    std::vector<std::uint64_t> blocks;  // ascending
+    std::span<const Address> addresses;
+    std::span<const Address> old = {};         // that must stand there; empty: any
+    std::uint64_t copied_at = UINT64_MAX;      // see switch_blocks()
+    std::optional<std::uint64_t> tokens = {};  // from now on; nullopt: as before
+  };
+  std::vector<Address> put(const Change& change, const Waiting& waiting);
+  void check_unchanged(const Change& change) const;
+  std::vector<Place> place_all(const Change& change, const std::vector<BlockRange>& runs, const Waiting& waiting);
+  std::shared_ptr<RemoteView> view_for(const std::shared_ptr<Session>& session,
+                                       const std::vector<BlockRange>& blocks) const;
 
   PeerNode& node_;
   const std::uint32_t block_tokens_;
-  std::mutex changing_;       // held by one change from its begin to its end: it may wait for peers
-  mutable std::mutex mutex_;  // guards all below; taken after changing_, before the locks of pool and session
+  mutable std::mutex mutex_;  // guards all below; taken before the locks of pool and session
+  std::condition_variable turn_ended_;
+  bool appending_ = false;
+  bool replacing_ = false;
   std::shared_ptr<SequenceBlocks> here_;
   std::vector<Place> places_;
   std::shared_ptr<Removals> removals_;  // of the next change
   std::vector<Address> addresses_;
   std::uint64_t tokens_ = 0;
+  // When the number of tokens was set back, and to how many: those that no later one went below. Ascending.
+  struct SetBack {
+    std::uint64_t number;
+    std::uint64_t tokens;
+  };
+  std::vector<SetBack> set_backs_;
+  std::uint64_t set_backs_made_ = 0;
   bool closed_ = false;
 };
 

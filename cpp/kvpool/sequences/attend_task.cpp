@@ -11,8 +11,12 @@
 
 namespace kvpool {
 
-AttendTask::AttendTask(Pool& pool, AttendRequest&& request, std::uint64_t query_tokens, Attender& attender)
-    : pool_(pool), attender_(attender), request_(std::move(request)) {
+AttendTask::AttendTask(Pool& pool, AttendRequest&& request, std::uint64_t query_tokens, Attender& attender,
+                       bool for_peer)
+    : pool_(pool),
+      attender_(attender),
+      team_(for_peer ? attender.team_for_peers() : attender.team()),
+      request_(std::move(request)) {
   pool.guard();
   SequenceBlocks::check_pool(pool);
   const Layout& layout = pool.layout();
@@ -25,7 +29,7 @@ AttendTask::AttendTask(Pool& pool, AttendRequest&& request, std::uint64_t query_
     // So that its numbers are checked, and its part has a shape.
     if (entry.ranges.empty()) add_item(entry, {});
   }
-  plan_ = explain(call(), attender_.team());
+  plan_ = explain(call(), team_);
 }
 
 void AttendTask::check(const Pool& pool, std::uint64_t query_tokens) const {
@@ -62,6 +66,7 @@ void AttendTask::add_item(const AttendEntry& entry, const TokenRange& range) {
       request_.q.data() + entry.query_at * request_.query_heads * rows_.head_dim * dtype_bytes(request_.query_dtype);
   item.query_tokens = entry.query_tokens;
   item.query_begin = entry.query_begin;
+  item.number = entry.number;
   if (range.tokens() > 0) {
     const std::uint64_t first = range.begin / rows_.block_tokens;
     const std::uint64_t end = (range.end - 1) / rows_.block_tokens + 1;
@@ -70,7 +75,9 @@ void AttendTask::add_item(const AttendEntry& entry, const TokenRange& range) {
       throw Error(ErrorCode::kStaleAddress,
                   "some of the blocks with tokens [" + std::to_string(range.begin) + ", " + std::to_string(range.end) +
                       ") of the sequence are no longer there",
-                  {{"begin", static_cast<std::int64_t>(range.begin)}, {"end", static_cast<std::int64_t>(range.end)}});
+                  {{"begin", static_cast<std::int64_t>(range.begin)},
+                   {"end", static_cast<std::int64_t>(range.end)},
+                   {"position", static_cast<std::int64_t>(entry.number)}});
     }
     const std::size_t n = addresses->size();
     std::vector<const std::byte*>& table = tables_.emplace_back(2 * n);
@@ -113,7 +120,7 @@ std::vector<PartialAttention> AttendTask::run(AttendStop* stop) {
   const LetGo let_go{*this};
   pool_.guard();
   const std::int64_t begin_ns = monotonic_ns();
-  std::vector<PartialAttention> parts = merged_by_entry(attend(call(), attender_.team(), {}, stop));
+  std::vector<PartialAttention> parts = merged_by_entry(attend(call(), team_, {}, stop));
   const std::int64_t end_ns = monotonic_ns();
   attender_.pace().record(static_cast<double>(bytes_read()), end_ns - begin_ns, end_ns);
   return parts;

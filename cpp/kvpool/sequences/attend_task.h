@@ -27,6 +27,7 @@ struct AttendEntry {
   std::uint64_t query_at = 0;      // of its first query token in the request's q
   std::uint32_t query_tokens = 1;
   std::uint64_t query_begin = 0;  // position of the first query token; with `causal` it sees the tokens up to its own
+  std::size_t number = 0;         // of the sequence, for messages
 };
 
 struct AttendRequest {
@@ -48,7 +49,8 @@ class AttendTask {
  public:
   // Throws kArgument for numbers that do not fit the pool or each other, kStaleAddress for tokens in blocks that are
   // not there (begin, end), kUnsupported as LayerPlaces. `q` must have `query_tokens` tokens.
-  AttendTask(Pool& pool, AttendRequest&& request, std::uint64_t query_tokens, Attender& attender);
+  AttendTask(Pool& pool, AttendRequest&& request, std::uint64_t query_tokens, Attender& attender,
+             bool for_peer = false);
   AttendTask(const AttendTask&) = delete;
   AttendTask& operator=(const AttendTask&) = delete;
 
@@ -68,6 +70,7 @@ class AttendTask {
 
   Pool& pool_;
   Attender& attender_;
+  const AttendTeam team_;
   AttendRequest request_;
   std::vector<std::pair<const MediaSpans*, LayerPlaces>> places_;  // of each memory that entries lie in
   MediumMap<std::shared_ptr<Arena>> arenas_;                       // kept until it was computed

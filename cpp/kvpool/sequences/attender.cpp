@@ -16,6 +16,7 @@ Attender::Computing::~Computing() {
 }
 
 void Attender::stop() noexcept {
+  stopping_.store(true);
   std::unique_lock lock(mutex_);
   stopped_ = true;
   ended_.wait(lock, [this] { return computing_ == 0; });

@@ -4,6 +4,8 @@
 // Thread-safety: all of it.
 #pragma once
 
+#include <algorithm>
+#include <atomic>
 #include <condition_variable>
 #include <mutex>
 #include <utility>
@@ -19,11 +21,19 @@ class Attender {
  public:
   // `threads`: that compute one task, the one that carries it out among them. The executor outlives this.
   Attender(Executor& executor, int threads)
-      : threads_(threads), team_(executor, threads), tasks_(executor, {1, kTasksAtOnce}) {}
+      : threads_(threads),
+        peers_threads_(std::max(threads / 2, 1)),
+        team_(executor, threads),
+        peers_team_(executor, peers_threads_),
+        tasks_(executor, {1, kTasksAtOnce}) {}
   Attender(const Attender&) = delete;
   Attender& operator=(const Attender&) = delete;
 
   AttendTeam team() noexcept { return {&team_.team(), threads_}; }
+  // For what peers ask: half as many threads, of a team of their own, so that the pool's own calls find theirs.
+  AttendTeam team_for_peers() noexcept { return {&peers_team_.team(), peers_threads_}; }
+  // Set when the pool is about to close.
+  const std::atomic<bool>& stopping() const noexcept { return stopping_; }
   // Runs work that computes in a thread of the pool. Throws std::bad_alloc, kFork.
   void start(Priority priority, Task work) { tasks_.run(priority, std::move(work)); }
 
@@ -49,12 +59,15 @@ class Attender {
   static constexpr int kTasksAtOnce = 4;
 
   const int threads_;
+  const int peers_threads_;
+  std::atomic<bool> stopping_{false};
   std::mutex mutex_;  // guards the next three
   std::condition_variable ended_;
   int computing_ = 0;
   bool stopped_ = false;
   Pace pace_;
   CopyThreads team_;
+  CopyThreads peers_team_;
   TaskClass tasks_;  // the last: its tasks use the others until they have ended
 };
 

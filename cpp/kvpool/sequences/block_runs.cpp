@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <string>
-#include <unordered_set>
 #include <utility>
 
 #include "kvpool/base/error.h"
@@ -50,23 +49,26 @@ void BlockRuns::add(std::uint64_t first, std::span<const Address> addresses) {
   blocks_ += addresses.size();
 }
 
-std::vector<Address> BlockRuns::remove(const BlockRange& range) {
+std::vector<Address> BlockRuns::remove(const std::vector<BlockRange>& ranges) {
   std::vector<Address> removed;
   std::vector<Run> left;
-  left.reserve(runs_.size() + 1);
+  left.reserve(runs_.size() + ranges.size());
+  auto range = ranges.begin();
   for (const Run& run : runs_) {
-    const std::uint64_t begin = std::clamp(range.first, run.first, run.end());
-    const std::uint64_t end = std::clamp(range.end(), begin, run.end());
-    if (begin == end) {
-      left.push_back(run);
-      continue;
-    }
     const auto at = [&](std::uint64_t block) {
       return run.addresses.begin() + static_cast<std::ptrdiff_t>(block - run.first);
     };
-    removed.insert(removed.end(), at(begin), at(end));
-    if (begin > run.first) left.push_back({run.first, {run.addresses.begin(), at(begin)}});
-    if (end < run.end()) left.push_back({end, {at(end), run.addresses.end()}});
+    std::uint64_t kept = run.first;  // what is before it has been looked at
+    while (range != ranges.end() && range->end() <= run.first) ++range;
+    for (auto one = range; one != ranges.end() && one->first < run.end(); ++one) {
+      const std::uint64_t begin = std::max(one->first, kept);
+      const std::uint64_t end = std::min(one->end(), run.end());
+      if (begin >= end) continue;
+      if (begin > kept) left.push_back({kept, {at(kept), at(begin)}});
+      removed.insert(removed.end(), at(begin), at(end));
+      kept = end;
+    }
+    if (kept < run.end()) left.push_back({kept, {at(kept), run.addresses.end()}});
   }
   runs_ = std::move(left);
   blocks_ -= removed.size();
@@ -84,12 +86,11 @@ bool BlockRuns::has_any(const BlockRange& range) const noexcept {
   return run != runs_.end() && run->first < range.end();
 }
 
-std::vector<BlockRange> BlockRuns::places_of(std::span<const Address> addresses) const {
-  const std::unordered_set<Address> wanted(addresses.begin(), addresses.end());
+std::vector<BlockRange> BlockRuns::places_of(const std::unordered_set<Address>& addresses) const {
   std::vector<BlockRange> ranges;
   for (const Run& run : runs_) {
     for (std::size_t i = 0; i < run.addresses.size(); ++i) {
-      if (!wanted.contains(run.addresses[i])) continue;
+      if (!addresses.contains(run.addresses[i])) continue;
       const std::uint64_t block = run.first + i;
       if (!ranges.empty() && ranges.back().end() == block) {
         ++ranges.back().count;

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <unordered_set>
 #include <vector>
 
 #include "kvpool/base/address.h"
@@ -42,12 +43,14 @@ class BlockRuns {
   // Throws kArgument (block) when one of these has an address already.
   void add(std::uint64_t first, std::span<const Address> addresses);
   // Returns the addresses that blocks of the range had.
-  std::vector<Address> remove(const BlockRange& range);
+  std::vector<Address> remove(const BlockRange& range) { return remove(std::vector{range}); }
+  // The same for several, in ascending order.
+  std::vector<Address> remove(const std::vector<BlockRange>& ranges);
   // The addresses of all blocks of the range; nullopt when one of them has none.
   std::optional<std::span<const Address>> find(const BlockRange& range) const noexcept;
   bool has_any(const BlockRange& range) const noexcept;
   // Where these addresses stand.
-  std::vector<BlockRange> places_of(std::span<const Address> addresses) const;
+  std::vector<BlockRange> places_of(const std::unordered_set<Address>& addresses) const;
 
  private:
   std::vector<Run>::const_iterator run_behind(std::uint64_t block) const noexcept;

@@ -37,11 +37,11 @@ void SequenceBlocks::check_pool(const Pool& pool) {
   }
 }
 
-void SequenceBlocks::exchange(const BlockRange& removed, const std::vector<Added>& added) {
+void SequenceBlocks::exchange(const std::vector<BlockRange>& removed, const std::vector<Added>& added) {
   const std::lock_guard lock(mutex_);
   check_open();
   auto runs = std::make_shared<BlockRuns>(*runs_);
-  std::vector<Address> old = removed.count > 0 ? runs->remove(removed) : std::vector<Address>();
+  std::vector<Address> old = !removed.empty() ? runs->remove(removed) : std::vector<Address>();
   for (const Added& one : added) runs->add(one.first, one.addresses);
   removed_.reserve(removed_.size() + 1);  // nothing fails from the hold on
   hold(added);
@@ -59,27 +59,25 @@ std::size_t SequenceBlocks::remove(const BlockRange& range) {
   return blocks;
 }
 
-std::size_t SequenceBlocks::drop(std::span<const Address> addresses) noexcept {
+std::size_t SequenceBlocks::drop(const std::unordered_set<Address>& addresses) noexcept {
   const std::size_t before = blocks();
   std::size_t blocks = 0;
   const auto failure = failure_of([&] {
     const std::lock_guard lock(mutex_);
     if (closed_) return;
+    const std::vector<BlockRange> ranges = runs_->places_of(addresses);
+    if (ranges.empty()) return;
     auto runs = std::make_shared<BlockRuns>(*runs_);
-    std::vector<Address> removed;
-    for (const BlockRange& range : runs_->places_of(addresses)) {
-      const std::vector<Address> gone = runs->remove(range);
-      removed.insert(removed.end(), gone.begin(), gone.end());
-    }
+    std::vector<Address> removed = runs->remove(ranges);
     blocks = removed.size();
-    if (blocks > 0) replace(std::move(runs), std::move(removed));
+    replace(std::move(runs), std::move(removed));
   });
   if (!failure) return blocks;
   close();
   return before;
 }
 
-std::size_t SequenceBlocks::count(std::span<const Address> addresses) const noexcept {
+std::size_t SequenceBlocks::count(const std::unordered_set<Address>& addresses) const noexcept {
   const std::lock_guard lock(mutex_);
   if (closed_) return 0;
   std::size_t blocks = 0;

@@ -48,19 +48,19 @@ class SequenceBlocks : public std::enable_shared_from_this<SequenceBlocks> {
   // Throws kArgument when one of these blocks has an address already, kUnsupported for a block on a GPU, kState when
   // this is closed, and kStaleAddress, kNotOwner, kState as a transfer of these blocks would.
   void add(std::uint64_t first, std::span<const Address> addresses) { exchange({}, {{first, addresses}}); }
-  // Removes the blocks of the range, and adds others, at once. Throws as add().
+  // Removes the blocks of ascending ranges, and adds others, at once. Throws as add().
   struct Added {
     std::uint64_t first = 0;
     std::span<const Address> addresses;
   };
-  void exchange(const BlockRange& removed, const std::vector<Added>& added);
+  void exchange(const std::vector<BlockRange>& removed, const std::vector<Added>& added);
   // Returns how many blocks of the range had an address. Throws std::bad_alloc.
   std::size_t remove(const BlockRange& range);
   // Removes these addresses wherever they stand, and returns how many blocks that were. Without memory for that it
   // closes.
-  std::size_t drop(std::span<const Address> addresses) noexcept;
+  std::size_t drop(const std::unordered_set<Address>& addresses) noexcept;
   // How many of the blocks have one of these addresses; without memory to find out, all.
-  std::size_t count(std::span<const Address> addresses) const noexcept;
+  std::size_t count(const std::unordered_set<Address>& addresses) const noexcept;
   // Idempotent.
   void close() noexcept;
 

@@ -334,7 +334,7 @@ void PeerCalls::admit(const Known& known, std::uint64_t id) const {
   if (known.served.contains(id)) {
     throw Error(ErrorCode::kProtocol, std::string("this ") + known.verb->name + " is under way");
   }
-  if (known.served.size() >= host_.limits().transfers_max && !known.verb->frees_blocks) {
+  if (known.served.size() >= host_.limits().transfers_max && !known.verb->frees_blocks && !known.verb->never_busy) {
     throw Error(ErrorCode::kBusy,
                 std::to_string(known.served.size()) + " calls of this peer are under way here: " + known.verb->name,
                 {{"limit", host_.limits().transfers_max}, {"retry_after_us", kRetryAfterUs}});
@@ -389,7 +389,9 @@ void PeerCalls::run_later(const Known& known, const CallPointer& call, Bytes&& r
       if (const auto wrong = failure_of([&] { run(known, call, std::move(*request)); })) close(*wrong);
     });
   });
-  if (refused) call->refuse(*refused);
+  if (!refused) return;
+  call->refuse(*refused);
+  if (known.verb->never_busy) close(*refused);
 }
 
 void PeerCalls::keep(Known& known, const CallPointer& call) {

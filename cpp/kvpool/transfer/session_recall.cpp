@@ -93,6 +93,7 @@ void Session::begin_recall(std::vector<Address> addresses, std::int64_t until_ns
     std::vector<Address> addresses;
     Receiver::QuarantineRoom room;
     RecallDone done;
+    RecallResult result = {};
   };
   const std::uint64_t id = calls_->next_id();
   const auto asked = std::make_shared<Asked>();
@@ -103,16 +104,22 @@ void Session::begin_recall(std::vector<Address> addresses, std::int64_t until_ns
   receiver_->expect_recall(id);
   try {
     calls_->begin(kRecallVerb, id, write_addresses(asked->addresses), until_ns,
-                  [asked, id, receiver = receiver_, reads = reads_](const Message*, const Error* error) {
+                  [asked, id, receiver = receiver_, reads = reads_, host = &host_, key = this](const Message*,
+                                                                                               const Error* error) {
                     const bool late = error != nullptr && error->code() == ErrorCode::kDeadline;
                     if (error != nullptr && !late) {
                       receiver->forget_recall(id);
                       return asked->done(nullptr, error);
                     }
-                    RecallResult result =
+                    asked->result =
                         receiver->end_recall(std::move(asked->room), asked->addresses, /*writer_ended=*/!late);
-                    if (reads != nullptr) count_read(result, reads->on_recalled(asked->addresses));
-                    asked->done(&result, nullptr);
+                    if (reads == nullptr || !reads->has_any()) return asked->done(&asked->result, nullptr);
+                    // A search through all views takes longer than the thread that reads links may.
+                    const auto search = [asked, reads] {
+                      count_read(asked->result, reads->on_recalled(asked->addresses));
+                      asked->done(&asked->result, nullptr);
+                    };
+                    if (failure_of([&] { host->run(key, search); })) search();
                   });
   } catch (...) {
     receiver_->forget_recall(id);
@@ -153,6 +160,7 @@ void Session::on_recall(const CallPointer& call, const std::vector<Address>& add
 void Session::end_recall(const std::shared_ptr<Recalled>& recalled) noexcept {
   std::vector<std::shared_ptr<Outgoing>> writing;
   std::vector<std::shared_ptr<LoanWatch>> watches;
+  AddressSet ended;
   std::optional<Error> unwatched;
   {
     const std::lock_guard lock(recalls_mutex_);
@@ -168,10 +176,11 @@ void Session::end_recall(const std::shared_ptr<Recalled>& recalled) noexcept {
       for (const auto& weak : loan_watches_) {
         if (auto watch = weak.lock()) watches.push_back(std::move(watch));
       }
+      if (!watches.empty()) ended.insert(recalled->addresses.begin(), recalled->addresses.end());
     });
   }
   if (unwatched) close_link(*unwatched);  // else the owner would wait for what nobody is told to stop
-  for (const auto& watch : watches) watch->on_loans_ended(recalled->addresses);
+  for (const auto& watch : watches) watch->on_loans_ended(ended);
   for (const auto& transfer : writing) transfer->stop_recalled();
   answer_recalls();
 }

@@ -20,6 +20,9 @@ struct Verb {
   bool frees_blocks = false;
   // The same for handling the answer, at the caller.
   bool answer_frees_blocks = false;
+  // Nobody looks at the answer: the call is not refused because too many are under way. If there is no memory for it,
+  // the link ends.
+  bool never_busy = false;
 };
 
 inline constexpr std::size_t kAddressesMax = std::size_t{1} << 19;  // of one request
@@ -53,7 +56,13 @@ inline constexpr Verb kRecallVerb{7,
 // Hold these blocks of a sequence of mine for reading, so that later calls can name them by their place in it.
 inline constexpr Verb kViewVerb{8, "view", 17 + kAddressListBytesMax, 0};
 // I read these no longer.
-inline constexpr Verb kUnviewVerb{9, "unview", 24, 0};
+inline constexpr Verb kUnviewVerb{9,
+                                  "unview",
+                                  24,
+                                  0,
+                                  /*frees_blocks=*/false,
+                                  /*answer_frees_blocks=*/false,
+                                  /*never_busy=*/true};
 // Compute attention over blocks in my views.
 inline constexpr Verb kAttendVerb{10, "attend", kBodyBytesMax, kBodyBytesMax};
 

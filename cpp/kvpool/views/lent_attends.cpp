@@ -7,46 +7,70 @@
 
 #include "kvpool/base/clock.h"
 #include "kvpool/base/failure.h"
+#include "kvpool/sequences/attender.h"
 #include "kvpool/transfer/failure.h"
 
 namespace kvpool {
 
 struct LentAttends::Job {
-  Job(LentAttends& attends, CallPointer of, AttendBody&& asked, AttendRequest&& asks)
-      : lent(attends), call(std::move(of)), body(std::move(asked)), request(std::move(asks)) {
+  Job(LentAttends& attends, std::uint64_t of, CallPointer asked_by, AttendBody&& asked, AttendRequest&& asks)
+      : lent(attends), peer(of), call(std::move(asked_by)), body(std::move(asked)), request(std::move(asks)) {
     stop.until_ns = call->deadline_ns();
+    stop.also_asked = &lent.attender_.stopping();
     for (const AttendBody::Item& item : body.items) query_tokens += item.query_tokens;
   }
-  ~Job() { lent.under_way_.fetch_sub(1); }
+  ~Job() { end(); }
   Job(const Job&) = delete;
   Job& operator=(const Job&) = delete;
 
+  // Before the answer: then the caller may reuse the blocks, and make its next call.
+  void end() noexcept {
+    request.entries.clear();
+    if (!std::exchange(ended, true)) lent.leave(peer);
+  }
+
   LentAttends& lent;
+  const std::uint64_t peer;
   const CallPointer call;
   AttendBody body;
   AttendRequest request;
   std::uint64_t query_tokens = 0;
   AttendStop stop;
+  bool ended = false;
 };
 
-void LentAttends::admit() {
-  std::uint32_t before = under_way_.load();
-  do {
-    if (before < most_) continue;
-    if (most_ == 0) throw Error(ErrorCode::kUnsupported, "this pool computes no attention for its peers");
-    const std::int64_t wait_us = std::max<std::int64_t>(mean_ns_.load() * before / kAtOnce / 1000, 100);
-    throw Error(ErrorCode::kBusy, "attention is computed for " + std::to_string(before) + " calls of peers already",
+void LentAttends::admit(std::uint64_t peer) {
+  if (most_ == 0) throw Error(ErrorCode::kUnsupported, "this pool computes no attention for its peers");
+  const std::lock_guard lock(mutex_);
+  const auto entry = of_peers_.try_emplace(peer, 0).first;
+  if (under_way_ >= most_ && entry->second > 0) {
+    const std::int64_t wait_us = std::max<std::int64_t>(mean_ns_.load() * under_way_ / kAtOnce / 1000, 100);
+    throw Error(ErrorCode::kBusy, "attention is computed for " + std::to_string(under_way_) + " calls of peers already",
                 {{"limit", most_}, {"retry_after_us", wait_us}});
-  } while (!under_way_.compare_exchange_weak(before, before + 1));
+  }
+  ++entry->second;
+  ++under_way_;
+}
+
+void LentAttends::leave(std::uint64_t peer) noexcept {
+  const std::lock_guard lock(mutex_);
+  --under_way_;
+  const auto entry = of_peers_.find(peer);
+  if (--entry->second == 0) of_peers_.erase(entry);
+}
+
+std::uint32_t LentAttends::under_way() const {
+  const std::lock_guard lock(mutex_);
+  return under_way_;
 }
 
 void LentAttends::start(std::uint64_t peer, const CallPointer& call, AttendBody&& body, AttendRequest&& request) {
-  admit();
+  admit(peer);
   std::shared_ptr<Job> job;
   try {
-    job = std::make_shared<Job>(*this, call, std::move(body), std::move(request));
+    job = std::make_shared<Job>(*this, peer, call, std::move(body), std::move(request));
   } catch (...) {
-    under_way_.fetch_sub(1);
+    leave(peer);
     throw;
   }
   call->when_cancelled([weak = std::weak_ptr(job)] {
@@ -60,7 +84,7 @@ void LentAttends::carry_out(Job& job) noexcept {
   Bytes answer;
   const auto failure = failure_of([&] {
     const std::int64_t begin_ns = monotonic_ns();
-    AttendTask task(pool_, std::move(job.request), job.query_tokens, attender_);
+    AttendTask task(pool_, std::move(job.request), job.query_tokens, attender_, /*for_peer=*/true);
     std::vector<PartialAttention> parts = task.run(&job.stop);
     AttendedBody body{job.body.layer, task.plan().kernel, {}};
     for (std::size_t i = 0; i < parts.size(); ++i) {
@@ -69,7 +93,7 @@ void LentAttends::carry_out(Job& job) noexcept {
     answer = write_body(body);
     measure(monotonic_ns() - begin_ns);
   });
-  job.request.entries.clear();  // before the answer: then the caller may reuse the blocks
+  job.end();
   if (failure) return job.call->refuse(for_peer(*failure));
   job.call->answer(std::move(answer));
 }

@@ -7,6 +7,8 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <mutex>
+#include <unordered_map>
 
 #include "kvpool/exec/executor.h"
 #include "kvpool/sequences/attend_task.h"
@@ -20,7 +22,8 @@ class Pool;
 
 class LentAttends {
  public:
-  // `most`: so many calls of all peers may run or wait for a thread; 0: none. All of these outlive it.
+  // `most`: so many calls of all peers may run or wait for a thread, and one of each peer in any case; 0: none. All of
+  // these outlive it.
   LentAttends(Pool& pool, Attender& attender, Executor& executor, std::uint32_t most)
       : pool_(pool), attender_(attender), most_(most), calls_(executor, {1, kAtOnce}) {}
   LentAttends(const LentAttends&) = delete;
@@ -29,8 +32,9 @@ class LentAttends {
   // Computes and answers the call, or refuses it; at its deadline, or when its caller has given up, soon. `body.q` has
   // moved to the request, whose entries are those of `body`. Throws kBusy when too many run or wait, std::bad_alloc.
   void start(std::uint64_t peer, const CallPointer& call, AttendBody&& body, AttendRequest&& request);
+  bool computes() const noexcept { return most_ > 0; }
   // Calls that run or wait.
-  std::uint32_t under_way() const noexcept { return under_way_.load(); }
+  std::uint32_t under_way() const;
   // Returns when all have ended. Idempotent.
   void stop() noexcept { calls_.stop(); }
 
@@ -38,15 +42,18 @@ class LentAttends {
   static constexpr int kAtOnce = 2;  // they share the threads of the pool's attention
   struct Job;
   void carry_out(Job& job) noexcept;
-  void admit();
+  void admit(std::uint64_t peer);
+  void leave(std::uint64_t peer) noexcept;
   void measure(std::int64_t ns) noexcept;
 
   Pool& pool_;
   Attender& attender_;
   const std::uint32_t most_;
-  std::atomic<std::uint32_t> under_way_{0};
-  std::atomic<std::int64_t> mean_ns_{1'000'000};  // of one call, lately
-  TaskClass calls_;                               // the last: its tasks use the others until they have ended
+  mutable std::mutex mutex_;  // guards the next two
+  std::uint32_t under_way_ = 0;
+  std::unordered_map<std::uint64_t, std::uint32_t> of_peers_;  // that have any
+  std::atomic<std::int64_t> mean_ns_{1'000'000};               // of one call, lately
+  TaskClass calls_;  // the last: its tasks use the others until they have ended
 };
 
 }  // namespace kvpool

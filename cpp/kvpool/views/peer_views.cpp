@@ -6,7 +6,9 @@
 #include <vector>
 
 #include "kvpool/base/error.h"
+#include "kvpool/base/failure.h"
 #include "kvpool/pool/pool.h"
+#include "kvpool/transfer/loan_watch.h"
 #include "kvpool/transfer/verbs.h"
 #include "kvpool/views/lent_attends.h"
 
@@ -44,8 +46,11 @@ std::size_t PeerViews::views() const {
 // Calls of one peer that change its views run one after another; a recall and the end of the link may come meanwhile.
 void PeerViews::on_view(const ViewBody& body) {
   SequenceBlocks::check_pool(pool_);
+  if (!attends_.computes() && !(by_mapping_ && body.by_mapping)) {
+    throw Error(ErrorCode::kUnsupported, "this pool computes no attention for its peers");
+  }
   const std::uint64_t blocks_max = kSequenceTokensMax / pool_.layout().block_tokens;
-  if (body.first + body.addresses.size() > blocks_max) {
+  if (body.addresses.empty() || body.first + body.addresses.size() > blocks_max) {
     throw Error(ErrorCode::kProtocol, "the peer views block " + std::to_string(body.first) + " of a sequence");
   }
   auto blocks = std::make_shared<SequenceBlocks>(pool_, incarnation_);
@@ -85,7 +90,7 @@ void PeerViews::on_unview(const UnviewBody& body) {
 }
 
 void PeerViews::on_attend(const CallPointer& call, AttendBody&& body) {
-  check_answer_bytes(body);
+  check_bytes(body);
   AttendRequest request;
   request.layer = body.layer;
   request.query_heads = body.query_heads;
@@ -101,19 +106,36 @@ void PeerViews::on_attend(const CallPointer& call, AttendBody&& body) {
       const TokenRange& range = item.ranges.front();
       throw Error(ErrorCode::kStaleAddress,
                   "the blocks with tokens from " + std::to_string(range.begin) + " on are no longer viewed",
-                  {{"begin", static_cast<std::int64_t>(range.begin)}, {"end", static_cast<std::int64_t>(range.end)}});
+                  {{"begin", static_cast<std::int64_t>(range.begin)},
+                   {"end", static_cast<std::int64_t>(range.end)},
+                   {"position", static_cast<std::int64_t>(request.entries.size())}});
     }
-    request.entries.push_back({blocks->read(), item.ranges, query_at, item.query_tokens, item.query_begin});
+    if (request.entries.empty() || item.view != body.items[request.entries.size() - 1].view) {
+      request.entries.push_back({blocks->read(), {}});
+    } else {
+      request.entries.push_back({request.entries.back().blocks, {}});  // one reading serves all
+    }
+    AttendEntry& entry = request.entries.back();
+    entry.number = request.entries.size() - 1;
+    entry.ranges = item.ranges;
+    entry.query_at = query_at;
+    entry.query_tokens = item.query_tokens;
+    entry.query_begin = item.query_begin;
     query_at += item.query_tokens;
   }
   attends_.start(incarnation_, call, std::move(body), std::move(request));
 }
 
 // An answer longer than the verb allows would end the link; and results take memory while they are computed.
-void PeerViews::check_answer_bytes(const AttendBody& body) const {
+void PeerViews::check_bytes(const AttendBody& body) const {
   const PageFormat& format = pool_.layout().format;
+  const std::uint64_t query_bytes =
+      std::uint64_t{body.query_heads} * format.head_dim * dtype_bytes(body.query_dtype);  // less than 2^64
   std::size_t bytes = kAttendedHeaderBytes;
+  std::uint64_t queries = 0;
   for (const AttendBody::Item& item : body.items) {
+    queries += item.query_tokens;
+    if (query_bytes > body.q.size() / queries) throw Error(ErrorCode::kProtocol, "the peer sends too few queries");
     bytes += attended_bytes(item.ranges, {item.query_tokens, body.query_heads, format.head_dim});
     if (bytes > kAttendVerb.answer_bytes_max) throw Error(ErrorCode::kProtocol, "the peer asks for too long an answer");
   }
@@ -122,15 +144,30 @@ void PeerViews::check_answer_bytes(const AttendBody& body) const {
 // A peer that reads through a mapping removes recalled blocks from its views when it no longer reads them.
 std::size_t PeerViews::on_recalled(std::span<const Address> addresses) noexcept {
   std::size_t read = 0;
-  const std::lock_guard lock(mutex_);
-  for (const auto& [number, view] : views_) {
-    if (view.by_mapping) {
-      read += view.blocks->count(addresses);
-    } else {
-      blocks_ -= view.blocks->drop(addresses);
+  const auto failure = failure_of([&] {
+    const AddressSet recalled(addresses.begin(), addresses.end());
+    std::vector<View> views;
+    {
+      const std::lock_guard lock(mutex_);
+      for (const auto& [number, view] : views_) views.push_back(view);
     }
-  }
+    for (const View& view : views) {
+      if (view.by_mapping) {
+        read += view.blocks->count(recalled);
+        continue;
+      }
+      const std::size_t dropped = view.blocks->drop(recalled);
+      const std::lock_guard lock(mutex_);
+      blocks_ -= dropped;
+    }
+  });
+  if (failure) on_lost();  // there is no memory to look for them
   return read;
+}
+
+bool PeerViews::has_any() const noexcept {
+  const std::lock_guard lock(mutex_);
+  return !views_.empty();
 }
 
 void PeerViews::on_lost() noexcept {

@@ -40,6 +40,7 @@ class PeerViews final : public PeerReads, public std::enable_shared_from_this<Pe
 
   void serve(PeerCalls& calls) override;
   std::size_t on_recalled(std::span<const Address> addresses) noexcept override;
+  bool has_any() const noexcept override;
   void on_lost() noexcept override;
   void on_reader_gone() noexcept override;
   bool awaits_proof() const noexcept override;
@@ -56,7 +57,7 @@ class PeerViews final : public PeerReads, public std::enable_shared_from_this<Pe
   void on_unview(const UnviewBody& body);
   void on_attend(const CallPointer& call, AttendBody&& body);
   std::shared_ptr<SequenceBlocks> find(std::uint64_t view) const;
-  void check_answer_bytes(const AttendBody& body) const;
+  void check_bytes(const AttendBody& body) const;
 
   Pool& pool_;
   LentAttends& attends_;

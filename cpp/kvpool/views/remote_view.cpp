@@ -111,6 +111,19 @@ bool RemoteView::has_any(const BlockRange& blocks) const {
          });
 }
 
+std::vector<BlockRange> RemoteView::missing(const BlockRange& blocks) const {
+  const std::lock_guard lock(mutex_);
+  std::vector<BlockRange> missing;
+  std::uint64_t next = blocks.first;
+  for (const BlockRuns::Run& run : runs_->runs()) {
+    if (run.end() <= next || run.first >= blocks.end()) continue;
+    if (run.first > next) missing.push_back({next, run.first - next});
+    next = run.end();
+  }
+  if (next < blocks.end()) missing.push_back({next, blocks.end() - next});
+  return missing;
+}
+
 bool RemoteView::is_readable(const BlockRange& blocks) const {
   if (spans_ == nullptr) return false;
   const std::lock_guard lock(mutex_);
@@ -145,10 +158,15 @@ void RemoteView::end_reading(std::uint64_t number) noexcept {
   if (made_in_ == fork_generation()) tell_removed();
 }
 
-void RemoteView::on_loans_ended(std::span<const Address> addresses) noexcept {
+void RemoteView::on_loans_ended(const AddressSet& addresses) noexcept {
   const auto failure = failure_of([&] {
     const std::lock_guard lock(mutex_);
-    for (const BlockRange& blocks : runs_->places_of(addresses)) take_out(blocks);
+    const std::vector<BlockRange> ended = runs_->places_of(addresses);
+    if (ended.empty()) return;
+    auto runs = std::make_shared<BlockRuns>(*runs_);
+    runs->remove(ended);
+    for (const BlockRange& blocks : ended) removed_.push_back({removals_++, readings_.next(), blocks});
+    runs_ = std::move(runs);
   });
   if (failure) return give_up(*failure);
   tell_removed();

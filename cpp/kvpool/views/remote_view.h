@@ -38,6 +38,8 @@ class RemoteView final : public LoanWatch, public std::enable_shared_from_this<R
   // Whether the peer holds one of these blocks, or will when an add() that is under way succeeds.
   bool has_any(const BlockRange& blocks) const;
 
+  // Which of these blocks are not in the view: removed, or recalled by the peer.
+  std::vector<BlockRange> missing(const BlockRange& blocks) const;
   // Whether the peer's memory is mapped here.
   bool is_mapped() const noexcept { return spans_ != nullptr; }
   // Whether read() may be called for these blocks: the peer's memory is mapped here, and has them.
@@ -49,7 +51,7 @@ class RemoteView final : public LoanWatch, public std::enable_shared_from_this<R
   Session& session() const noexcept { return *session_; }
   const std::shared_ptr<Session>& session_pointer() const noexcept { return session_; }
 
-  void on_loans_ended(std::span<const Address> addresses) noexcept override;
+  void on_loans_ended(const AddressSet& addresses) noexcept override;
 
  private:
   static constexpr BlockRange kEverything{0, UINT64_MAX};

@@ -18,8 +18,6 @@ enum AttendBit : std::uint8_t { kCausal = 1, kHasScale = 2 };
 
 constexpr std::size_t kItemBytes = sizeof(std::uint64_t) + sizeof(std::uint32_t);     // of an answer
 constexpr std::size_t kNodeBytes = 2 * sizeof(std::uint64_t) + sizeof(std::uint8_t);  // and its values
-constexpr std::size_t kItemsMax = kBodyBytesMax / (3 * sizeof(std::uint64_t));        // of a request
-constexpr std::size_t kRangesMax = kBodyBytesMax / sizeof(TokenRange);
 
 [[noreturn]] void malformed(const std::string& what) {
   throw Error(ErrorCode::kProtocol, "a message from the peer is malformed: " + what);
@@ -47,7 +45,7 @@ std::optional<float> read_scale(WireReader& in, bool has_scale) {
 }
 
 std::vector<TokenRange> read_ranges(WireReader& in) {
-  std::vector<TokenRange> ranges = in.array<TokenRange>(kRangesMax);
+  std::vector<TokenRange> ranges = in.array<TokenRange>(kAttendRangesMax);
   // Ranges that touch are one: the nodes of a part do not depend on how its tokens were named.
   std::uint64_t end = 0;
   for (const TokenRange& range : ranges) {
@@ -158,6 +156,7 @@ AttendBody read_attend(std::span<const std::byte> bytes) {
   AttendBody body;
   body.layer = in.number<std::uint32_t>();
   body.query_heads = in.number<std::uint32_t>();
+  if (body.query_heads == 0) malformed("no query heads");
   body.query_dtype = read_query_dtype(in);
   const auto bits = in.number<std::uint8_t>();
   if ((bits & ~(kCausal | kHasScale)) != 0) malformed("unknown flags " + std::to_string(bits));
@@ -165,14 +164,19 @@ AttendBody read_attend(std::span<const std::byte> bytes) {
   body.priority = read_priority(in);
   body.scale = read_scale(in, (bits & kHasScale) != 0);
   const auto items = in.number<std::uint32_t>();
-  if (items > kItemsMax) malformed("a list of " + std::to_string(items));
+  if (items > kAttendItemsMax) malformed("a list of " + std::to_string(items));
+  std::size_t ranges = 0;
   for (std::uint32_t i = 0; i < items; ++i) {
     AttendBody::Item& item = body.items.emplace_back();
     item.view = in.number<std::uint64_t>();
     item.query_tokens = in.number<std::uint32_t>();
     item.query_begin = in.number<std::uint64_t>();
     item.ranges = read_ranges(in);
-    if (item.query_tokens > kQueryTokensMax) malformed(std::to_string(item.query_tokens) + " query tokens");
+    ranges += item.ranges.size();
+    if (ranges > kAttendRangesMax) malformed("more than " + std::to_string(kAttendRangesMax) + " token ranges");
+    if (item.query_tokens == 0 || item.query_tokens > kQueryTokensMax) {
+      malformed(std::to_string(item.query_tokens) + " query tokens");
+    }
     if (item.query_begin > kSequenceTokensMax) malformed("a query behind all sequences");
     if (item.ranges.empty()) malformed("no tokens to attend to");
   }

@@ -60,6 +60,8 @@ struct AttendedBody {
 
 // The longest answer to these ranges, in bytes.
 std::size_t attended_bytes(std::span<const TokenRange> ranges, const PartialShape& shape) noexcept;
+inline constexpr std::size_t kAttendItemsMax = 4096;   // of one request
+inline constexpr std::size_t kAttendRangesMax = 8192;  // of all its items together
 // Of one answer, besides what attended_bytes() counts.
 inline constexpr std::size_t kAttendedHeaderBytes = 64;
 

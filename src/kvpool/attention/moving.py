@@ -1,29 +1,29 @@
 """Blocks of a sequence that move to a peer, and come home: `KVSequence.offload` and `KVSequence.bring_home`.
 
-C++ defines KVSequence, whose `replace` switches from old blocks to new ones at once. This adds what goes before: room,
-and the content. The package adds the two methods when it is imported.
+C++ defines KVSequence, which switches from old blocks to new ones at once. This adds what goes before: room, and the
+content. The package adds the two methods when it is imported.
 """
 
 from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from kvpool._core import KVSequence, Pool
-from kvpool.errors import ArgumentError, Busy, Error, OutOfBlocks, PeerLost, StateError, Unsupported
+from kvpool._core import KVSequence, Pool, Transfer
+from kvpool.errors import ArgumentError, Busy, DeadlineExceeded, Error, OutOfBlocks, PeerLost, Unsupported
 from kvpool.types import DRAM
 
 __all__ = ["bring_home", "offload"]
 
 _Addresses: TypeAlias = npt.NDArray[np.uint64]
-_Positions: TypeAlias = npt.NDArray[np.intp]
+_Blocks: TypeAlias = npt.NDArray[np.intp]
 
-_REFUSALS = (OutOfBlocks, Busy, PeerLost, Unsupported)  # another peer may have room
+_REFUSALS = (OutOfBlocks, Busy, PeerLost, Unsupported, DeadlineExceeded)  # another peer may have room
 
 
 def offload(
@@ -39,7 +39,7 @@ def offload(
     Args:
         sequence: The sequence itself.
         blocks: How many.
-        to: The peer; None: the first connected peer, in random order, that lends so many.
+        to: The peer; None: the first connected peer, in random order, that takes so many.
         medium: Where the peer is to have them: kvpool.DRAM, or kvpool.HBM of a pool without GPU.
         timeout: Seconds for each of the steps; None: the setting ``timeout_s``.
 
@@ -50,18 +50,42 @@ def offload(
     Raises:
         ArgumentError: The pool has fewer blocks of the sequence that may move; or there is no peer.
         OutOfBlocks, Busy, PeerLost: The peer has no room, too much to do, or is gone.
+        Unsupported: The peer computes no attention for others.
         DeadlineExceeded: A step was not done in time.
-        StateError: The sequence is closed, or others changed these blocks meanwhile.
+        StateError: The sequence is closed; or the blocks were replaced meanwhile, or tokens in them were taken back.
         In all cases the sequence is as before.
     """
-    pool, addrs, owners = sequence._pool, sequence.addrs, sequence.instances
+    pool, set_backs = sequence._pool, sequence._set_backs
+    addrs, owners = sequence.addrs, sequence.instances
     last = max(sequence.tokens - 1, 0) // sequence._block_tokens
     own = np.flatnonzero(owners[: len(addrs)] == 0)
     moving = _some(own[own < last], blocks, "in this pool that may move", first=True)
-    peer, lent = _borrow(pool, len(moving), _lenders(pool, to), medium, timeout)
-    with _freed_on_error(pool, lent):
-        pool.transfer(peer, addrs[moving], to=lent, timeout=timeout).wait()
-        return _switch(sequence, moving, addrs[moving], lent, timeout)
+    old = addrs[moving]
+    for peer in _takers(pool, to):
+        with contextlib.suppress(*_REFUSALS) if peer.may_fail else contextlib.nullcontext():
+            _send(sequence, peer.name, moving, old, set_backs, medium, timeout)
+            return old
+    raise AssertionError("the last peer either takes the blocks or says why not")
+
+
+def _send(
+    sequence: KVSequence,
+    peer: str,
+    moving: _Blocks,
+    old: _Addresses,
+    set_backs: int,
+    medium: int,
+    timeout: float | None,
+) -> None:
+    pool = sequence._pool
+    lent = pool.alloc(len(moving), medium, instance=peer, timeout=timeout)
+    try:
+        _carried_out([pool.transfer(peer, old, to=lent, timeout=timeout)])
+        sequence._switch(moving.tolist(), old, lent, set_backs, timeout)
+    except BaseException:
+        with contextlib.suppress(Error):  # a peer that is gone has its blocks back
+            pool.free(lent)
+        raise
 
 
 def bring_home(sequence: KVSequence, blocks: int, *, medium: int = DRAM, timeout: float | None = None) -> _Addresses:
@@ -82,87 +106,73 @@ def bring_home(sequence: KVSequence, blocks: int, *, medium: int = DRAM, timeout
         ArgumentError: Fewer blocks of the sequence lie with peers.
         OutOfBlocks: This pool has no room.
         PeerLost, DeadlineExceeded, Busy: A peer is gone, was too late, or has too much to do.
-        StateError: The sequence is closed, or others changed these blocks meanwhile.
+        StateError: The sequence is closed, or the blocks were replaced meanwhile.
         In all cases the sequence is as before.
     """
-    pool, owners, addrs = sequence._pool, sequence.instances, sequence.addrs
+    pool, set_backs = sequence._pool, sequence._set_backs
+    owners, addrs = sequence.instances, sequence.addrs
     moving = _some(np.flatnonzero(owners), blocks, "with peers", first=False)
-    home = pool.alloc(len(moving), medium)
-    with _freed_on_error(pool, home):
-        away = addrs[moving]
-        groups = _groups(owners[moving])
-        fetches = [pool.fetch(None, away[at], to=home[at], timeout=timeout) for at in groups]
-        failures = [failure for failure in [fetch.exception() for fetch in fetches] if failure is not None]
-        if failures:
-            raise failures[0]
-        return _switch(sequence, moving, away, home, timeout)
+    old, owners = addrs[moving], owners[moving]
+    groups = [np.flatnonzero(owners == owner) for owner in np.unique(owners)]
+    fetches: list[Transfer] = []
+    try:
+        for group in groups:
+            fetches.append(pool.fetch(None, old[group], medium=medium, timeout=timeout))
+        _carried_out(fetches)
+        new = np.empty_like(old)
+        for group, fetch in zip(groups, fetches, strict=True):
+            new[group] = fetch.addrs
+        sequence._switch(moving.tolist(), old, new, set_backs, timeout)
+    except BaseException:
+        _ended(fetches)  # one that fails frees its blocks itself
+        for fetch in fetches:
+            if fetch.exception() is None:
+                pool.free(fetch.addrs)
+        raise
+    return old
 
 
-def _some(positions: _Positions, blocks: int, where: str, *, first: bool) -> _Positions:
+def _some(positions: _Blocks, blocks: int, where: str, *, first: bool) -> _Blocks:
     if blocks < 1 or blocks > len(positions):
         message = f"{blocks} blocks: the sequence has {len(positions)} {where}"
         raise ArgumentError(message, blocks=len(positions), requested=blocks)
     return positions[:blocks] if first else positions[-blocks:]
 
 
-def _lenders(pool: Pool, to: str | None) -> Sequence[str]:
-    if to is not None:
-        return [to]
-    names: list[Any] = [peer["name"] for peer in pool._peers()] if pool._name() is not None else []
-    if not names:
-        raise ArgumentError("the pool has no peers: connect to one, or name a member of the cluster")
-    random.shuffle(names)
-    return names
+class _Taker:
+    def __init__(self, name: str, *, may_fail: bool) -> None:
+        self.name = name
+        self.may_fail = may_fail  # others come behind it
 
 
-def _borrow(
-    pool: Pool, blocks: int, peers: Sequence[str], medium: int, timeout: float | None
-) -> tuple[str, _Addresses]:
-    for peer in peers[:-1]:
-        with contextlib.suppress(*_REFUSALS):
-            return peer, pool.alloc(blocks, medium, instance=peer, timeout=timeout)
-    return peers[-1], pool.alloc(blocks, medium, instance=peers[-1], timeout=timeout)
+def _takers(pool: Pool, to: str | None) -> Iterator[_Taker]:
+    names: Sequence[Any] = [to]
+    if to is None:
+        names = [peer["name"] for peer in pool._peers()] if pool._name() is not None else []
+        if not names:
+            raise ArgumentError("the pool has no peers: connect to one, or name a member of the cluster")
+        random.shuffle(names)
+    for i, name in enumerate(names, 1):
+        yield _Taker(name, may_fail=i < len(names))
 
 
-@contextlib.contextmanager
-def _freed_on_error(pool: Pool, addrs: _Addresses) -> Iterator[None]:
+def _carried_out(transfers: Sequence[Transfer]) -> None:
+    """Waits for all, and raises what the first of them has failed with."""
     try:
-        yield
-    except BaseException:
-        with contextlib.suppress(Error):  # a peer that is gone has them back
-            pool.free(addrs)
+        failures = [failure for transfer in transfers if (failure := transfer.exception()) is not None]
+    except BaseException:  # Ctrl-C
+        _ended(transfers)
         raise
+    if failures:
+        raise failures[0]
 
 
-def _groups(owners: npt.NDArray[np.int64]) -> Iterator[_Positions]:
-    for owner in np.unique(owners):
-        yield np.flatnonzero(owners == owner)
-
-
-def _runs(positions: _Positions) -> Iterable[_Positions]:
-    """Indices into `positions`, for each run of positions that follow each other."""
-    return np.split(np.arange(len(positions)), np.flatnonzero(np.diff(positions) != 1) + 1)
-
-
-def _switch(
-    sequence: KVSequence, positions: _Positions, old: _Addresses, new: _Addresses, timeout: float | None
-) -> _Addresses:
-    """Puts the new blocks in the place of the old ones: all of them or none."""
-    done: list[_Positions] = []
-    try:
-        for run in _runs(positions):
-            was = sequence.replace(int(positions[run[0]]), new[run], timeout=timeout)
-            done.append(run)
-            if not np.array_equal(was, old[run]):
-                sequence.replace(int(positions[run[0]]), was, timeout=timeout)
-                done.pop()
-                raise StateError("blocks of the sequence were replaced while their content was being copied")
-    except BaseException:
-        for run in done:
-            with contextlib.suppress(Error):
-                sequence.replace(int(positions[run[0]]), old[run], timeout=timeout)
-        raise
-    return old
+def _ended(transfers: Sequence[Transfer]) -> None:
+    """Cancels all and waits until nothing writes to their destinations."""
+    for transfer in transfers:
+        transfer.cancel()
+    for transfer in transfers:
+        transfer.exception()
 
 
 KVSequence.offload = offload  # type: ignore[method-assign, assignment]
