@@ -333,6 +333,24 @@ BUGS: Final[tuple[Bug, ...]] = (
         build="python",
     ),
     Bug(
+        "read-before-it-arrived",
+        "control",
+        "a sequence reads a creditor's copy of its blocks though the transfer has failed: an answer from other bytes",
+        in_python("control/lending/moving.py", "    if failures:\n", "    if False:\n"),
+        ("python/control/test_lending_moves.py",),
+        build="python",
+    ),
+    Bug(
+        "half-of-it-switched",
+        "control",
+        "a creditor dies while a sequence switches to several: half of it stays with blocks that were given back",
+        in_python(
+            "control/lending/moving.py", "        for part in switched:\n", "        for part in switched[:0]:\n"
+        ),
+        ("python/control/test_lending_moves.py",),
+        build="python",
+    ),
+    Bug(
         "salt-ignored",
         "control",
         "requests of different salts are sent to one cache (9)",
@@ -382,6 +400,14 @@ BUGS: Final[tuple[Bug, ...]] = (
             "return self.free_blocks",
         ),
         ("python/policy/test_lending_ledger.py", "python/policy/test_lending_cluster.py"),
+        build="python",
+    ),
+    Bug(
+        "lent-on",
+        "policy",
+        "a member that borrows is asked to lend: each loan makes the next one, and debts go round",
+        in_python("policy/lending/ledger.py", "return 0 if self.debts else self.can_lend", "return self.can_lend"),
+        ("python/policy/test_lending_ledger.py", "python/control/test_lending_moves.py"),
         build="python",
     ),
     Bug(

@@ -26,7 +26,7 @@ _FAR: Final = 1 << 40
 
 
 def least_remaining(
-    members: int, edges: Sequence[tuple[int, int]], debts: Sequence[int], work: int = WORK
+    members: int, edges: Sequence[tuple[int, int]], debts: Sequence[int], work: int = WORK, least: int = 0
 ) -> list[int]:
     """The least that must be left of each debt.
 
@@ -41,8 +41,9 @@ def least_remaining(
         edges: Debtor, creditor: all of one strongly connected component, each pair at most once.
         debts: Of the edges, above 0.
         work: How many edges may be looked at before any way is taken.
+        least: So much of each debt is to be cancelled; it must be possible.
     """
-    return _Flow(members, edges, debts).run(work)
+    return _Flow(members, edges, debts, least).run(work)
 
 
 class _Flow:
@@ -51,7 +52,7 @@ class _Flow:
     Edges are sorted by where they begin.
     """
 
-    def __init__(self, members: int, edges: Sequence[tuple[int, int]], debts: Sequence[int]) -> None:
+    def __init__(self, members: int, edges: Sequence[tuple[int, int]], debts: Sequence[int], least: int) -> None:
         pairs = np.array(edges, dtype=np.int64).reshape(-1, 2)
         size: Numbers = np.array(debts, dtype=np.int64)
         count = len(pairs)
@@ -68,7 +69,7 @@ class _Flow:
         self._to: list[int] = self._end.tolist()
         self._opposite: list[int] = opposite.tolist()
         self._backward: list[int] = place[count:].tolist()  # of each debt
-        self._room: list[int] = np.concatenate([size, np.zeros_like(size)])[order].tolist()
+        self._room: list[int] = np.concatenate([size - least, np.zeros_like(size)])[order].tolist()
         net = np.zeros(members, dtype=np.int64)
         np.add.at(net, pairs[:, 0], size)
         np.subtract.at(net, pairs[:, 1], size)

@@ -38,8 +38,7 @@ class Settlement:
         """Raises ArgumentError if it is not a cycle, or does not begin with the smallest id."""
         if len(self.members) < 2 or len(set(self.members)) != len(self.members):
             raise ArgumentError(f"members {self.members} are not on a cycle")
-        for member in self.members:
-            count_of(member, "a member of a cycle", 1)
+        count_of(self.members[0], "a member of a cycle", 1)
         if self.members[0] != min(self.members):
             raise ArgumentError(f"members {self.members} do not begin with the smallest id")
         count_of(self.blocks, "the blocks of a settlement", 1)
@@ -90,11 +89,11 @@ def settle(debts: Debts, least: int = 1, work: int = WORK) -> list[list[Settleme
     """
     count_of(least, "the least number of blocks", 1)
     for (debtor, creditor), blocks in debts.items():
-        count_of(debtor, "a debtor", 1)
-        count_of(creditor, "a creditor", 1)
         count_of(blocks, f"the debt of {debtor} to {creditor}", 0)
         if debtor == creditor:
             raise ArgumentError(f"member {debtor} owes blocks to itself")
+    for member in {member for pair in debts for member in pair}:
+        count_of(member, "a debtor or creditor", 1)
     if sum(debts.values()) > _ALL_MAX:
         raise ArgumentError(f"debts of {sum(debts.values())} blocks; {_ALL_MAX} are allowed")
     amounts = {pair: debts[pair] for pair in sorted(debts) if debts[pair] >= least}
@@ -103,9 +102,10 @@ def settle(debts: Debts, least: int = 1, work: int = WORK) -> list[list[Settleme
         for pair, times in _cancelled({pair: blocks // least for pair, blocks in amounts.items()}, work).items()
     }
     if least > 1:
-        left = {pair: amounts[pair] - blocks for pair, blocks in cancelled.items() if amounts[pair] > blocks}
-        for pair, blocks in _cancelled(left, work // 4).items():
-            cancelled[pair] += blocks
+        cancelled = _cancelled({pair: amounts[pair] for pair in cancelled}, work // 4, least)
+        left = {pair: (blocks - cancelled.get(pair, 0)) // least for pair, blocks in amounts.items()}
+        for pair, times in _cancelled({pair: times for pair, times in left.items() if times}, work // 4).items():
+            cancelled[pair] = cancelled.get(pair, 0) + times * least
     return _in_rounds(_settlements(cancelled))
 
 
@@ -151,8 +151,8 @@ def steps(settlement: Settlement, free: Mapping[int, int], chunk: int) -> Iterat
     )
 
 
-def _cancelled(debts: Debts, work: int) -> dict[tuple[int, int], int]:
-    """How much of each debt is cancelled. Of the debts that are left none is on a cycle."""
+def _cancelled(debts: Debts, work: int, least: int = 0) -> dict[tuple[int, int], int]:
+    """How much of each debt is cancelled, `least` or more. Of the debts that are left none is on a cycle."""
     members = sorted({member for pair in debts for member in pair})
     number = {member: at for at, member in enumerate(members)}
     out: list[list[int]] = [[] for _ in members]
@@ -164,7 +164,7 @@ def _cancelled(debts: Debts, work: int) -> dict[tuple[int, int], int]:
         place = {member: at for at, member in enumerate(inside)}
         edges = [(place[debtor], place[creditor]) for debtor, creditor in pairs]
         whole = [debts[pair] for pair in pairs]
-        left = least_remaining(len(inside), edges, whole, work)
+        left = least_remaining(len(inside), edges, whole, work, least)
         peel(len(inside), edges, left)  # nothing, unless the work did not suffice
         for pair, before, after in zip(pairs, whole, left, strict=True):
             if before > after:
