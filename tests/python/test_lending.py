@@ -10,6 +10,7 @@ from attach_kit import eventually, join, url
 
 import kvpool
 from kvpool.control.lending import Lending
+from kvpool.peers.callback import RecallResult
 
 LAYOUT = kvpool.KVLayout(layers=1, kv_heads=1, head_dim=16, dtype="float32", block_tokens=256)
 __all__ = ["url"]
@@ -68,6 +69,18 @@ def test_blocks_go_to_two_creditors_and_come_home_with_the_same_bits(url):
         assert (b.stats().dram.lent, c.stats().dram.lent) == (0, 0)
         assert np.array_equal(attention(a, seq), before)
         seq.close()
+
+
+def test_what_a_creditor_recalls_comes_home_in_time(url):
+    with members(url, 24, 8) as [(a, lending), (b, _)]:
+        seq = filled(a, 12)
+        before = attention(a, seq)
+        assert lending.offload(seq, 8) == 8
+        with a.peers.on_change(lambda event: lending.give_back(event.addrs) if event.kind == "recalled" else None):
+            assert b.peers.recall("m0", seq.addrs[4:8], timeout=20) == RecallResult(4, 0, 0)  # a leaf
+        assert owners(seq) == {a._attachment.instance, b._attachment.instance}
+        assert b.stats().dram.lent == 4
+        assert np.array_equal(attention(a, seq), before)
 
 
 def test_without_room_anywhere_nothing_changes(url):

@@ -253,6 +253,25 @@ def test_what_the_engine_offloaded_by_itself_comes_home_too():
     seq.check()
 
 
+def test_what_a_creditor_recalls_comes_home_and_nothing_else():
+    town, [(a, lending), (b, _)] = town_of(40, 40, reserve=6)
+    seq, other = FakeSequence(a, 18), FakeSequence(a, 18)
+    lending.offload(seq, 8)
+    lending.offload(other, 8)
+    filler = FakeSequence(a, 17)  # three blocks are left, less than the reserve
+    recalled = seq.addrs[2:7].tolist()
+    assert lending.give_back([*recalled, 12 << 50 | 2 << 47]) == 3
+    assert seq.owners == [2] * 4 + [1] * 3 + [2] + [1] * 10
+    a.free(filler.addrs[:9])
+    assert lending.give_back(recalled) == 2
+    assert seq.owners == [2] * 2 + [1] * 5 + [2] + [1] * 10
+    assert other.owners == [2] * 8 + [1] * 10
+    assert lending.give_back(recalled) == lending.give_back([]) == 0
+    seq.check()
+    assert len(b.lent) == 11
+    check_all(town)
+
+
 def test_a_deadline_that_is_over_changes_nothing():
     town, [(a, lending), _] = town_of(20, 40)
     seq = FakeSequence(a, 18)

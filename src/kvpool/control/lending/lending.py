@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Final
 
@@ -33,6 +33,7 @@ from kvpool.errors import (
 )
 from kvpool.policy import lending as policy
 from kvpool.types import DRAM, HBM, Medium
+from kvpool.types.addresses import AddressLike
 
 __all__ = ["Lending"]
 
@@ -182,22 +183,38 @@ class Lending:
             ClosedError: This is closed, or the pool.
         """
         deadline = self._deadline(timeout)
-        home = 0
         with self._moving:
             self._check_open()
             with self._lock:
                 self._members.apply()
                 wanted = self._members.wanted()
             room = max(0, self._stats().free - self._reserve)
-            for part in policy.plan_payback(self._borrowing.loans(), room, wanted, self._leaf):
-                try:
-                    home += self._bring(part, deadline)
-                except (OutOfBlocks, DeadlineExceeded):  # others took the room, or there is no time for more
-                    break
-                except ClosedError:
-                    raise
-                except Error as error:
-                    _log.info("%d blocks stay with member %d: %s", part.blocks, part.creditor, error)
+            home = self._bring_all(policy.plan_payback(self._borrowing.loans(), room, wanted, self._leaf), deadline)
+        if home:
+            self._tell()
+        return home
+
+    def give_back(self, addrs: AddressLike, *, timeout: float | None = None) -> int:
+        """Brings home blocks that a creditor recalls, as far as there is any room, the reserve included.
+
+        For `Peers.on_change`: call it with the `addrs` of a "recalled" event. What has not come home by the event's
+        deadline is lost, and attention over the sequence reports it; make room first if it must not be.
+
+        Args:
+            addrs: The recalled blocks. Those of no sequence of this are left alone.
+            timeout: Seconds for all of it; None: the pool's setting ``timeout_s``.
+
+        Returns:
+            How many blocks have come home.
+
+        Raises:
+            ClosedError: This is closed, or the pool.
+        """
+        deadline = self._deadline(timeout)
+        with self._moving:
+            self._check_open()
+            loans = self._borrowing.loans(among=addrs)
+            home = self._bring_all(policy.plan_payback(loans, self._stats().free, leaf=self._leaf), deadline)
         if home:
             self._tell()
         return home
@@ -273,6 +290,20 @@ class Lending:
                 Part(move.first, addrs[move.first : move.first + move.blocks], lent[move.creditor][begin:end], name)
             )
         return parts
+
+    def _bring_all(self, plan: Iterable[policy.Payback], deadline: Deadline) -> int:
+        """How many blocks have come home; what a creditor does not give up now stays there."""
+        home = 0
+        for part in plan:
+            try:
+                home += self._bring(part, deadline)
+            except (OutOfBlocks, DeadlineExceeded):  # others took the room, or there is no time for more
+                break
+            except ClosedError:
+                raise
+            except Error as error:
+                _log.info("%d blocks stay with member %d: %s", part.blocks, part.creditor, error)
+        return home
 
     def _bring(self, plan: policy.Payback, deadline: Deadline) -> int:
         sequence = self._borrowing.sequence(plan.sequence)

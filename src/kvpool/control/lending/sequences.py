@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kvpool.control.lending.pools import LentSequence
 from kvpool.policy import lending
 from kvpool.types import Medium
-from kvpool.types.addresses import instances, media
+from kvpool.types.addresses import AddressLike, instances, media
 
 __all__ = ["Borrowing"]
 
@@ -58,8 +58,11 @@ class Borrowing:
         assert isinstance(name, int)
         return self._sequences[name]
 
-    def loans(self) -> list[lending.Loan]:
-        """All loans of sequences that have not ended. Forgets those that have, or that have nothing lent any more."""
+    def loans(self, among: AddressLike | None = None) -> list[lending.Loan]:
+        """All loans of sequences that have not ended, or those of some blocks only.
+
+        Forgets sequences that have ended, or that have nothing lent any more.
+        """
         found = []
         for name, sequence in list(self._sequences.items()):
             if sequence.closed:
@@ -67,6 +70,8 @@ class Borrowing:
                 continue
             self.note(sequence)
             owners = self._owners(sequence)
+            if among is not None:
+                owners[~np.isin(sequence.addrs, np.asarray(among, np.uint64))] = 0
             for first, end in _runs(owners):
                 if creditor := int(owners[first]):
                     found.append(lending.Loan(name, creditor, first, end - first, self._since[name, creditor]))
