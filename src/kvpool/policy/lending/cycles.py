@@ -76,10 +76,11 @@ def peel(members: int, edges: Sequence[tuple[int, int]], amounts: list[int]) -> 
     Returns:
         The edges of each cycle in its order, and the amount that was taken from each of them.
     """
+    begins, ends = [edge[0] for edge in edges], [edge[1] for edge in edges]
     out: list[list[int]] = [[] for _ in range(members)]
     for at in sorted(range(len(edges)), key=amounts.__getitem__):  # the largest amounts are tried first: from the end
         if amounts[at]:
-            out[edges[at][0]].append(at)
+            out[begins[at]].append(at)
     depth = [-1] * members  # on the walk
     found: list[Cycle] = []
     for root in range(members):
@@ -90,8 +91,8 @@ def peel(members: int, edges: Sequence[tuple[int, int]], amounts: list[int]) -> 
             onward = out[member]
             back, deepest = -1, -1
             for at in onward:
-                if amounts[at] and depth[edges[at][1]] > deepest:
-                    back, deepest = at, depth[edges[at][1]]
+                if depth[ends[at]] > deepest and amounts[at]:
+                    back, deepest = at, depth[ends[at]]
             if back >= 0:
                 cycle = [*walk[deepest:], back]
                 least = min(amounts[at] for at in cycle)
@@ -100,21 +101,21 @@ def peel(members: int, edges: Sequence[tuple[int, int]], amounts: list[int]) -> 
                 found.append((cycle, least))
                 cut = next((place for place in range(deepest, len(walk)) if not amounts[walk[place]]), len(walk))
                 for at in walk[cut:]:
-                    depth[edges[at][1]] = -1
+                    depth[ends[at]] = -1
                 if cut < len(walk):
-                    member = edges[walk[cut]][0]
+                    member = begins[walk[cut]]
                     del walk[cut:]
                 continue
             while onward and not amounts[onward[-1]]:
                 onward.pop()
             if onward:
                 walk.append(onward[-1])
-                member = edges[onward[-1]][1]
+                member = ends[onward[-1]]
                 depth[member] = len(walk)
                 continue
             depth[member] = -1
             if not walk:
                 break
-            member = edges[walk.pop()][0]
+            member = begins[walk.pop()]
             out[member].pop()  # it leads to where nothing goes on
     return found
