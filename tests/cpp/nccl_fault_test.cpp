@@ -31,8 +31,10 @@ class InboxTest {
     memory.context = arena_.context();
     memory.local[0] = {arena_.blocks(), arena_.segments()};
     spans_ = memory.local;
-    inbox_ = std::make_shared<NcclInbox>(
-        memory, link_, [this](const void*, std::function<void()> work) { works_.push_back(std::move(work)); });
+    inbox_ = std::make_shared<NcclInbox>(memory, link_, [this](const void*, std::function<void()> work) {
+      if (const auto first = std::exchange(before_run, nullptr)) first();
+      works_.push_back(std::move(work));
+    });
     inbox_->begin(
         [this](std::uint64_t id, std::span<const std::byte> body, std::uint64_t bytes) {
           const DataBody data = read_data_body(body, bytes, spans_);
@@ -78,6 +80,7 @@ class InboxTest {
   FakeCuda cuda;
   FakeNccl nccl;
   bool admits = true;
+  std::function<void()> before_run;  // once: what another thread does while a thread is asked for
   std::vector<std::pair<std::uint64_t, bool>> placed;
 
  private:
@@ -265,6 +268,24 @@ TEST_CASE("nccl inbox: freeing blocks waits only for content that is arriving") 
   test.inbox().close([&] { again = true; });
   test.run();
   CHECK(again);
+}
+
+TEST_CASE("nccl inbox: when no thread can be had for a pass, what was deferred behind it is done") {
+  InboxTest test;
+  int ran = 0;
+  test.before_run = [&] {
+    std::function<void()> work = [&] { ++ran; };
+    CHECK(test.inbox().defer(work));
+    throw std::bad_alloc();
+  };
+  CHECK_THROWS_AS(test.say(FrameKind::kPass, write_body(InboxTest::pass(1))), std::bad_alloc);
+  CHECK(ran == 1);
+  CHECK(test.placed == std::vector<std::pair<std::uint64_t, bool>>{{17, false}});
+  CHECK(test.link().sent.empty());
+  test.say(FrameKind::kPass, write_body(InboxTest::pass(2)));
+  test.run();
+  CHECK(test.answer().number == 2);
+  CHECK(ran == 1);
 }
 
 TEST_CASE("nccl inbox: a halted sender or an ended link ends the waits for it") {

@@ -147,18 +147,22 @@ TEST_CASE("the queue of blocks to verify is limited, and a refused transfer leav
   CHECK(kit.answer().kind == FrameKind::kAnswer);
 }
 
+// Content arrives when the test says so.
+struct Stalled final : RouteReceiver {
+  void begin(Admit, Placed, Lost) override {}
+  void on_message(Message&&) override {}
+  bool defer(std::function<void()>& work) override {
+    works.push_back(std::move(work));
+    return true;
+  }
+  void close(std::function<void()> on_closed) noexcept override { works.push_back(std::move(on_closed)); }
+  void arrive() {
+    for (const auto& work : std::exchange(works, {})) work();
+  }
+  std::vector<std::function<void()>> works;
+};
+
 TEST_CASE("a peer with too much queued behind unfinished content is disconnected") {
-  // Content that never arrives.
-  struct Stalled final : RouteReceiver {
-    void begin(Admit, Placed, Lost) override {}
-    void on_message(Message&&) override {}
-    bool defer(std::function<void()>& work) override {
-      works.push_back(std::move(work));
-      return true;
-    }
-    void close(std::function<void()> on_closed) noexcept override { on_closed(); }
-    std::vector<std::function<void()>> works;
-  };
   SessionKit kit;
   const auto stalled = std::make_shared<Stalled>();
   const auto route = std::make_shared<ScriptRoute>(true);
@@ -173,11 +177,35 @@ TEST_CASE("a peer with too much queued behind unfinished content is disconnected
   CHECK(said > 8);
   CHECK(said < 4096 / complete.body.size());
   CHECK(stalled->works.size() == said);
-  for (const auto& work : std::exchange(stalled->works, {})) work();  // it has arrived after all
+  stalled->arrive();
   kit.link->sent.clear();
   CHECK_FALSE(code_of(say));
   stalled->works.clear();  // they keep the session
   session->on_closed(Error(ErrorCode::kPeerLost, "the test ends"));
+  stalled->arrive();
+}
+
+TEST_CASE("a peer that takes its leave behind unfinished content has left, also when the link ends before that") {
+  for (const bool leaves : {false, true}) {
+    SessionKit kit;
+    const auto stalled = std::make_shared<Stalled>();
+    const auto route = std::make_shared<ScriptRoute>(true);
+    route->route_receiver_of = stalled;
+    const auto session = std::make_shared<Session>(kit.host, kit.session->peer(), true);
+    session->start(kit.link, {route});
+    session->on_message(Message{FrameKind::kCall, kLendVerb.number, 1, write_body(LendBody{2, Medium::kHbm, false})});
+    stalled->arrive();
+    CHECK(kit.count(BlockState::kLent) == 2);
+    if (leaves) session->on_message(Message{FrameKind::kLeave, 0, 0, {}});
+    session->on_closed(Error(ErrorCode::kPeerLost, "the link has ended"));
+    CHECK(kit.count(BlockState::kLent) == 2);
+    stalled->arrive();
+    CHECK(kit.count(BlockState::kFree) == (leaves ? 16 : 14));
+    CHECK(session->said_over() == leaves);
+    if (!leaves) session->on_writer_gone();
+    stalled->arrive();
+    CHECK(kit.count(BlockState::kFree) == 16);
+  }
 }
 
 TEST_CASE("a slow application makes its peers wait, and nothing is lost") {

@@ -432,5 +432,21 @@ TEST_CASE("a service that did not get into its cluster is dropped, and another o
   CHECK(all_free_soon(*a.pool));
 }
 
+TEST_CASE(
+    "what was received and never asked for is given up with the service, but for what the application has freed") {
+  Node a = make_node("a");
+  Node b = make_node("b");
+  a.service.connect(b.service.listen(unix_address()), in_seconds(60));
+  const Addresses blocks = alloc(*a.pool, 3);
+  const auto transfer = a.service.transfer(request_to(b, blocks));
+  finish(transfer);
+  const Addresses there = transfer->addresses();
+  REQUIRE(there.size() == 3);
+  b.pool->free(&there[1], 1);
+  CHECK(blocks_in(*b.pool, BlockState::kActive) == 2);
+  b.node->drop_service();
+  CHECK(all_free_soon(*b.pool));
+}
+
 }  // namespace
 }  // namespace kvpool::testing

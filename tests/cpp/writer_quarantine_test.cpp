@@ -8,6 +8,7 @@
 #include <atomic>
 #include <memory>
 
+#include "failing_alloc.h"
 #include "kvpool/base/clock.h"
 #include "kvpool/net/descriptor.h"
 #include "session_kit.h"
@@ -27,7 +28,10 @@ class ProcessLink final : public Link {
   int descriptor(std::size_t) const noexcept override { return -1; }
   int pidfd() const noexcept override { return process_.get(); }
   std::string describe() const override { return "process"; }
+  std::shared_ptr<void> attachment() const override { return attached; }
   void close(const Error&) noexcept override {}
+
+  std::shared_ptr<void> attached;
 
   void end_process() { KVPOOL_CHECK(eventfd_write(process_.get(), 1) == 0); }
 
@@ -135,6 +139,70 @@ TEST_CASE("a peer that comes back is refused while writes to its earlier connect
   party->writes = 0;
   CHECK_NOTHROW(watch.writer_quarantine.check_return(kPeerIncarnation));
   watch.writer_quarantine.on_drained(*party);
+  CHECK(watch.left() == 0);
+}
+
+// A transport whose grants prove nothing when they are asked for the first time.
+std::atomic<int> fences_asked{0};
+
+class SlowFences final : public Transport {
+ public:
+  std::shared_ptr<Grant> offer(const LocalMemory&, Offer&) override {
+    struct SlowGrant final : Grant {
+      bool fence() noexcept override { return ++fences_asked > 1; }
+    };
+    return std::make_shared<SlowGrant>();
+  }
+  void connect(const LocalMemory&, const PeerEnd&, Grant*, Routes&) override {}
+};
+
+constexpr TransportKind kSlowFences{
+    "slow", true, [](const TransportSetup&) -> std::unique_ptr<Transport> { return std::make_unique<SlowFences>(); }};
+constexpr Exposure kByFenceAlone{.until_fence = true};
+
+bool may_return(const Watch& watch) {
+  return !code_of([&] { watch.writer_quarantine.check_return(kPeerIncarnation); });
+}
+
+TEST_CASE("a fence that proves nothing is asked again, and then the peer may come back") {
+  const SessionKit kit;
+  Executor executor;
+  const RouteMaker routes(ServiceOptions{}, LocalMemory{kit.pool->layout(), kit.pool->arenas()}, 1, executor, {},
+                          {&kSlowFences, 1});
+  fences_asked = 0;
+  Watch watch;
+  watch.link->attached = routes.introduce().attachment;
+  const auto party = watch.part(true, kByFenceAlone);
+  CHECK_FALSE(may_return(watch));
+  CHECK(soon(party->gone));
+  CHECK(fences_asked == 2);
+  CHECK(may_return(watch));
+  CHECK(watch.left() == 0);
+}
+
+TEST_CASE("when memory runs out, a peer is not in quarantine, or it leaves as any other does") {
+  constexpr Exposure kByAll{.by_process = true, .by_handle = true, .until_fence = true};
+  const int threw = fail_each_allocation([&](auto&& fail) {
+    Watch watch;
+    watch.link->end_process();
+    const auto party = std::make_shared<Party>(false);
+    const bool thrown = fail([&] { watch.writer_quarantine.add(party, watch.link, kByAll); });
+    if (!thrown) CHECK(soon(party->gone));
+    CHECK(may_return(watch));
+    CHECK(watch.left() == 0);
+  });
+  CHECK(threw > 0);
+}
+
+TEST_CASE("a peer leaves the quarantine without memory") {
+  Watch watch;
+  const auto party = watch.part(false, kByRoute);
+  {
+    const FailNthAllocation failure(1);
+    watch.writer_quarantine.on_writer_gone(kPeerIncarnation);
+    CHECK_FALSE(failure.failed_one());
+  }
+  CHECK(party->gone);
   CHECK(watch.left() == 0);
 }
 

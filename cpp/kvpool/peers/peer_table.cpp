@@ -1,6 +1,7 @@
 #include "kvpool/peers/peer_table.h"
 
 #include <algorithm>
+#include <new>
 #include <utility>
 
 #include "kvpool/base/failure.h"
@@ -107,7 +108,7 @@ std::optional<std::shared_ptr<Session>> PeerTable::lender(std::uint32_t instance
     if (peer.session->peer().instance != instance) continue;
     return peer.session->lost() ? nullptr : peer.session;  // departed, or about to be
   }
-  if (departed_.contains(instance)) return std::shared_ptr<Session>();
+  if (instances_.contains(instance)) return std::shared_ptr<Session>();
   return std::nullopt;
 }
 
@@ -134,28 +135,33 @@ int PeerTable::begin_events() {
   return descriptor;
 }
 
-// REQUIRES: mutex_ is held, as for the next, so that events come in the order of what they tell.
-void PeerTable::tell_joined(const PeerMetadata& metadata) {
-  events_.push({metadata.name, metadata.instance, metadata.incarnation, PeerEvent::Kind::kJoined, {}});
+// An event for which there is no memory is not told, as PeerEvents::push() has it: what it tells has happened all the
+// same. REQUIRES: mutex_ is held, as for the next, so that events come in the order of what they tell.
+void PeerTable::tell_joined(const PeerMetadata& metadata) noexcept {
+  try {
+    events_.push({metadata.name, metadata.instance, metadata.incarnation, PeerEvent::Kind::kJoined, {}});
+  } catch (const std::bad_alloc&) {
+  }
 }
 
-void PeerTable::tell_lost(const Session& session) {
+void PeerTable::tell_lost(const Session& session) noexcept {
   const PeerMetadata& metadata = session.peer();
-  Error why(ErrorCode::kPeerLost, "a newer process has come under the name " + metadata.name);
-  if (session.lost()) why = *failure_of([&] { session.throw_lost(); });
-  events_.push({metadata.name, metadata.instance, metadata.incarnation, PeerEvent::Kind::kLost, std::move(why)});
+  try {
+    Error why(ErrorCode::kPeerLost, "a newer process has come under the name " + metadata.name);
+    if (session.lost()) why = *failure_of([&] { session.throw_lost(); });
+    events_.push({metadata.name, metadata.instance, metadata.incarnation, PeerEvent::Kind::kLost, std::move(why)});
+  } catch (const std::bad_alloc&) {
+  }
 }
 
 // --- who goes ---
 
-void PeerTable::remove(const std::shared_ptr<Session>& session) {
+void PeerTable::remove(const std::shared_ptr<Session>& session) noexcept {
   const std::lock_guard lock(mutex_);
   const auto entry = peers_.find(session->peer().name);
-  if (entry != peers_.end() && entry->second.session == session) {
-    peers_.erase(entry);
-    tell_lost(*session);
-  }
-  departed_.insert(session->peer().instance);
+  if (entry == peers_.end() || entry->second.session != session) return;
+  peers_.erase(entry);
+  tell_lost(*session);
 }
 
 std::optional<std::vector<PeerTable::Peer>> PeerTable::close() {
@@ -247,22 +253,21 @@ std::vector<PeerTable::Peer> PeerTable::fence(const std::string& why) {
   std::vector<Peer> peers;
   const std::lock_guard lock(mutex_);
   if (closed_) return peers;
-  lease_lost_ = true;
-  fenced_.emplace(ErrorCode::kFenced, why);
-  dropped_by_.clear();
+  const Error fenced(ErrorCode::kFenced, why);
   for (const auto& [name, peer] : peers_) peers.push_back(peer);
+  lease_lost_ = true;
+  fenced_ = fenced;
+  dropped_by_.clear();
   return peers;
 }
 
 void PeerTable::unfence() {
   const std::lock_guard lock(mutex_);
+  std::optional<Error> fenced;
+  if (joining_) fenced.emplace(ErrorCode::kFenced, kNotJoined);
   dropped_by_.clear();
   lease_lost_ = false;
-  if (joining_) {
-    fenced_.emplace(ErrorCode::kFenced, kNotJoined);
-  } else {
-    fenced_.reset();
-  }
+  fenced_ = fenced;
 }
 
 void PeerTable::check_unfenced() const {

@@ -75,13 +75,14 @@ class PeerTable {
   // --- admission --- The link of an earlier connection to this peer that this side made and still considers alive;
   // null if there is no such link.
   std::shared_ptr<Link> half_open(const PeerMetadata& metadata) const;
-  // Adds the peer and returns the one that it replaces. Throws why the peer is refused.
+  // Adds the peer and returns the one that it replaces. Throws why the peer is refused, or std::bad_alloc; then the
+  // peers are as before.
   Peer admit(Peer peer, const WriterQuarantine& writer_quarantine);
   // Takes the incarnation of the peer to which this side has connected by this link; 0 if it has not.
   std::uint64_t take_met(const std::shared_ptr<Link>& link);
 
   // --- departure --- The session has ended, and blocks that its peer had lent are lost.
-  void remove(const std::shared_ptr<Session>& session);
+  void remove(const std::shared_ptr<Session>& session) noexcept;
   // Admits no peer from now on. The first call returns the connected peers, later ones nullopt.
   std::optional<std::vector<Peer>> close();
   bool closed() const;
@@ -115,7 +116,8 @@ class PeerTable {
   // --- this pool's lease ---
   // Throws kClosed, and what Pool::set_instance() throws. A pool that has lost its lease before stays fenced.
   void join(std::uint32_t instance);
-  // Both return at once; the caller ends the sessions of the returned peers.
+  // Both return at once, and have changed nothing when they throw std::bad_alloc; the caller ends the sessions of the
+  // returned peers.
   std::vector<Peer> fence(const std::string& why);
   void unfence();
   void check_unfenced() const;  // throws kFenced
@@ -126,9 +128,10 @@ class PeerTable {
  private:
   void check_membership(const PeerMetadata& metadata, bool initiated_here) const;
   void check_instance(const PeerMetadata& metadata) const;
+  bool has_departed(std::uint32_t instance) const;
   void check_replaces(const Peer& known, const PeerMetadata& metadata, bool initiated_here) const;
-  void tell_joined(const PeerMetadata& metadata);
-  void tell_lost(const Session& session);
+  void tell_joined(const PeerMetadata& metadata) noexcept;
+  void tell_lost(const Session& session) noexcept;
   std::uint32_t instance_locked() const;
   std::uint32_t begin_call();
   void end_call() noexcept;
@@ -152,7 +155,7 @@ class PeerTable {
   int calling_ = 0;  // calls under way
   std::unordered_map<std::string, Peer> peers_;
   std::map<std::weak_ptr<Link>, std::uint64_t, std::owner_less<>> met_;  // incarnations
-  std::unordered_set<std::uint32_t> departed_;                           // instance ids of peers that were connected
+  std::unordered_set<std::uint32_t> instances_;                          // the ids of all peers that are or were here
 };
 
 }  // namespace kvpool

@@ -1,5 +1,6 @@
 // Admission of peers to the table.
 #include <algorithm>
+#include <new>
 #include <utility>
 
 #include "kvpool/peers/peer_table.h"
@@ -32,13 +33,18 @@ PeerTable::Peer PeerTable::admit(Peer peer, const WriterQuarantine& writer_quara
     std::erase_if(met_, [](const auto& entry) { return entry.first.expired(); });
     met_[peer.link] = metadata.incarnation;
   }
-  if (known != peers_.end()) before = std::move(known->second);
   show_instance();
-  departed_.erase(metadata.instance);
+  if (known != peers_.end()) before = known->second;
+  const bool first = instances_.insert(metadata.instance).second;
+  try {
+    peers_.insert_or_assign(metadata.name, peer);
+  } catch (const std::bad_alloc&) {
+    if (first) instances_.erase(metadata.instance);
+    throw;
+  }
   const bool goes_on = before.session != nullptr && before.session->peer().incarnation == metadata.incarnation &&
                        !before.session->lost();
   if (before.session != nullptr && !goes_on) tell_lost(*before.session);
-  peers_.insert_or_assign(metadata.name, peer);
   if (!goes_on) tell_joined(metadata);
   return before;
 }
@@ -74,8 +80,15 @@ void PeerTable::check_membership(const PeerMetadata& metadata, bool initiated_he
                           ") until its cluster names it again",
                       {{"retry_after_us", kFencedRetryAfterUs}});
   // A peer to which blocks were promised here must learn that it no longer has them.
-  if (departed_.contains(metadata.instance)) throw refusal.because(ErrorCause::kDropped, metadata.incarnation);
+  if (has_departed(metadata.instance)) throw refusal.because(ErrorCause::kDropped, metadata.incarnation);
   throw Error(refusal);
+}
+
+// Whether a peer with this id was connected and is no longer. REQUIRES: mutex_ is held.
+bool PeerTable::has_departed(std::uint32_t instance) const {
+  return instances_.contains(instance) && std::ranges::none_of(peers_, [&](const auto& entry) {
+           return entry.second.session->peer().instance == instance;
+         });
 }
 
 // REQUIRES: mutex_ is held.

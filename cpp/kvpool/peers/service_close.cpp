@@ -86,13 +86,14 @@ void Service::let_go_of_memory(std::vector<Left> left) noexcept {
 }
 
 // What the application never asked for keeps nothing pinned, and no blocks: the pool may go on without its service. But
-// the application may have learnt their addresses from the sender, and have freed or cached them: free() knows.
+// the application may have learnt the addresses from the sender, and have freed or cached some: free() knows, and is
+// asked for each, as it frees all or nothing.
 void Service::drop_received() noexcept {
   try {
     while (const auto item = received_.pop(0)) {
       if (item->pin.node != nullptr) pool_.unpin(&item->pin, 1);
       if (item->inserted || item->lent) continue;
-      static_cast<void>(failure_of([&] { pool_.free(item->addresses.data(), item->addresses.size()); }));
+      for (const Address& address : item->addresses) static_cast<void>(failure_of([&] { pool_.free(&address, 1); }));
     }
   } catch (const Error&) {  // closed, and empty
     return;

@@ -17,6 +17,7 @@ namespace kvpool {
 namespace {
 
 constexpr std::int64_t kRetryAfterUs = 10'000;
+constexpr std::int64_t kAskAgainNs = 1'000'000'000;
 
 }  // namespace
 
@@ -25,25 +26,48 @@ void WriterQuarantine::add(const std::shared_ptr<DepartingPeer>& session, const 
   // Or has memory open that must not be freed before.
   const bool may_write = session->awaits_proof() || exposure.may_hold(session->said_over());
   if (!may_write && !exposure.until_fence && session->writes_under_way() == 0) return;
+  const int proofs = (exposure.by_process ? 1 : 0) + (exposure.until_fence ? 1 : 0);
+  Peers added;
+  added.push_back({session, link, may_write ? proofs : 0, exposure.until_fence, exposure.by_gpu, 0, nullptr});
   {
     const std::lock_guard lock(mutex_);
-    const int proofs = (exposure.by_process ? 1 : 0) + (exposure.until_fence ? 1 : 0);
-    writer_quarantine_.push_back(
-        {session, link, may_write ? proofs : 0, exposure.until_fence, exposure.by_gpu, 0, nullptr});
+    writer_quarantine_.splice(writer_quarantine_.end(), added);
   }
-  if (exposure.until_fence) {
-    watches_.run(session.get(), Priority::kBackground, [this, session, link] {
-      if (RouteMaker::fence(*link)) on_proof(*session, /*fenced=*/true);
-    });
-  }
-  if (may_write && exposure.by_process) {
-    if (link->pidfd() >= 0) {
-      watch_process(session, link->pidfd());
-    } else {
-      find_process(session);
-    }
-  }
+  if (exposure.until_fence) fence(session, link);
+  if (may_write && exposure.by_process) watch(session, link);
   if (session->writes_under_way() == 0) on_drained(*session);  // it may have said so before it was here
+}
+
+// A transport may be unable to prove now what it can prove soon: while this process was stopped, its time ran out. So
+// it is asked until it has.
+void WriterQuarantine::fence(const std::shared_ptr<DepartingPeer>& session,
+                             const std::shared_ptr<Link>& link) noexcept {
+  const auto again = [this, session, link] { fence(session, link); };
+  try {
+    watches_.run(session.get(), Priority::kBackground, [this, session, link, again] {
+      RouteMaker::fence(*link) ? on_proof(*session, /*fenced=*/true) : run_soon(again);
+    });
+  } catch (const std::exception&) {
+    run_soon(again);
+  }
+}
+
+void WriterQuarantine::watch(const std::shared_ptr<DepartingPeer>& session,
+                             const std::shared_ptr<Link>& link) noexcept {
+  try {
+    link->pidfd() >= 0 ? watch_process(session, link->pidfd()) : find_process(session);
+  } catch (const std::exception&) {  // no memory, or too many watches
+    run_soon([this, session, link] { watch(session, link); });
+  }
+}
+
+template <class Work>
+void WriterQuarantine::run_soon(const Work& work) noexcept {
+  try {
+    reactor_.at(monotonic_ns() + kAskAgainNs, work);
+  } catch (const std::exception&) {
+    // The reactor stops, or memory ran out: no proof, and the blocks stay where they are until the pool closes.
+  }
 }
 
 // A link over TCP has no pidfd. The peer is on this host and has proved that it knows the secret: its word for its pid
@@ -74,11 +98,15 @@ void WriterQuarantine::watch_process(const std::shared_ptr<DepartingPeer>& sessi
     reactor_.unwatch(self);
     on_exit(session);
   });
-  const std::lock_guard lock(mutex_);
-  for (QuarantinedPeer& quarantined_peer : writer_quarantine_) {
-    if (quarantined_peer.session == session) quarantined_peer.watch = watch;
+  {
+    const std::lock_guard lock(mutex_);
+    for (QuarantinedPeer& quarantined_peer : writer_quarantine_) {
+      if (quarantined_peer.session != session) continue;
+      quarantined_peer.watch = watch;
+      return noted->store(watch);
+    }
   }
-  noted->store(watch);
+  reactor_.unwatch(watch);  // it has left meanwhile
 }
 
 // The process has ended. What a GPU was doing for it the driver stops on the way to that end; when it is known to have
@@ -149,24 +177,24 @@ void WriterQuarantine::on_drained(const DepartingPeer& session) noexcept {
 }
 
 template <class Which>
-std::vector<WriterQuarantine::QuarantinedPeer> WriterQuarantine::take(Which&& which) noexcept {
-  std::vector<QuarantinedPeer> taken;
+WriterQuarantine::Peers WriterQuarantine::take(Which&& which) noexcept {
+  Peers taken;
   const std::lock_guard lock(mutex_);
-  const auto rest = std::stable_partition(writer_quarantine_.begin(), writer_quarantine_.end(),
-                                          [&](QuarantinedPeer& quarantined_peer) { return !which(quarantined_peer); });
-  taken.assign(std::make_move_iterator(rest), std::make_move_iterator(writer_quarantine_.end()));
-  writer_quarantine_.erase(rest, writer_quarantine_.end());
+  for (auto at = writer_quarantine_.begin(); at != writer_quarantine_.end();) {
+    const auto one = at++;
+    if (which(*one)) taken.splice(taken.end(), writer_quarantine_, one);
+  }
   return taken;
 }
 
-void WriterQuarantine::let_go(std::vector<QuarantinedPeer>&& writer_quarantine) noexcept {
-  for (const QuarantinedPeer& quarantined_peer : writer_quarantine) {
+void WriterQuarantine::let_go(Peers&& peers) noexcept {
+  for (const QuarantinedPeer& quarantined_peer : peers) {
     if (quarantined_peer.watch != 0) reactor_.unwatch(quarantined_peer.watch);
     quarantined_peer.session->on_writer_gone();
   }
 }
 
-std::vector<WriterQuarantine::QuarantinedPeer> WriterQuarantine::take_all() noexcept {
+WriterQuarantine::Peers WriterQuarantine::take_all() noexcept {
   return take([](const QuarantinedPeer&) { return true; });
 }
 

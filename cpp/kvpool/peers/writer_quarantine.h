@@ -9,9 +9,9 @@
 #pragma once
 
 #include <cstdint>
+#include <list>
 #include <memory>
 #include <mutex>
-#include <vector>
 
 #include "kvpool/exec/serial_executor.h"
 #include "kvpool/net/link.h"
@@ -31,7 +31,8 @@ class WriterQuarantine {
   // Both outlive it.
   WriterQuarantine(Reactor& reactor, SerialExecutor& watches) : reactor_(reactor), watches_(watches) {}
 
-  // The link has ended; `exposure`: the access that its peer was given.
+  // The link has ended; `exposure`: the access that its peer was given. Throws std::bad_alloc, and has noted nothing
+  // then. A proof that cannot be awaited now is asked for again a second later, as is a fence that has proved nothing.
   void add(const std::shared_ptr<DepartingPeer>& session, const std::shared_ptr<Link>& link, Exposure exposure);
   // Throws kBusy while writes of an earlier connection to this incarnation, in either direction, are under way.
   void check_return(std::uint64_t incarnation) const;
@@ -62,19 +63,25 @@ class WriterQuarantine {
     std::shared_ptr<void> process;  // a separate pidfd, if the link has none
   };
 
+  using Peers = std::list<QuarantinedPeer>;
+
+  void fence(const std::shared_ptr<DepartingPeer>& session, const std::shared_ptr<Link>& link) noexcept;
+  void watch(const std::shared_ptr<DepartingPeer>& session, const std::shared_ptr<Link>& link) noexcept;
+  template <class Work>
+  void run_soon(const Work& work) noexcept;
   void watch_process(const std::shared_ptr<DepartingPeer>& session, int pidfd);
   void find_process(const std::shared_ptr<DepartingPeer>& session);
   void on_exit(const std::shared_ptr<DepartingPeer>& session);
   void on_proof(const DepartingPeer& session, bool fenced) noexcept;
   template <class Which>
-  std::vector<QuarantinedPeer> take(Which&& which) noexcept;
-  std::vector<QuarantinedPeer> take_all() noexcept;
-  void let_go(std::vector<QuarantinedPeer>&& writer_quarantine) noexcept;
+  Peers take(Which&& which) noexcept;
+  Peers take_all() noexcept;
+  void let_go(Peers&& peers) noexcept;
 
   Reactor& reactor_;
   SerialExecutor& watches_;  // for the end of what UCX writes
   mutable std::mutex mutex_;
-  std::vector<QuarantinedPeer> writer_quarantine_;
+  Peers writer_quarantine_;
 };
 
 }  // namespace kvpool

@@ -171,7 +171,14 @@ bool Session::handle_later(Message& message) {
   auto bytes = deferred_->hold(sizeof(Kept) + message.body.size(), host_.limits().request_bytes_max);
   const auto kept = std::make_shared<Kept>(Kept{std::move(bytes), std::move(message)});
   std::function<void()> work = [self = shared_from_this(), kept] {
-    if (self->parting_.reached(PartingState::kLinkEnded)) return;
+    if (self->parting_.reached(PartingState::kLinkEnded)) {
+      if (kept->message.kind != FrameKind::kLeave) return;
+      // That the peer writes and reads no more is true without the link as well.
+      if (!self->by_ranks_) self->receiver_->on_drained();
+      if (self->reads_ != nullptr) self->reads_->on_reader_gone();
+      self->peer_parting_.advance(PartingState::kDrained);
+      return;
+    }
     if (const auto failure = failure_of([&] { self->handle(std::move(kept->message)); })) self->close_link(*failure);
   };
   if (route_receiver_->defer(work)) return true;

@@ -106,22 +106,29 @@ void NcclInbox::make_room(const Work& work) {
               {{"limit", static_cast<std::int64_t>(kNcclChannelsMax)}});
 }
 
+// Where no thread can be had for it, the work is as if it had never come. Others may have added theirs meanwhile, and
+// rely on the thread that was to be: that is done here.
 void NcclInbox::push(Work&& work) {
-  std::size_t& count = std::holds_alternative<Pass>(work) ? passes_ : channels_;
+  std::list<Work> added;
+  added.push_back(std::move(work));
+  const auto pushed = added.begin();
+  std::size_t& count = std::holds_alternative<Pass>(*pushed) ? passes_ : channels_;
   {
     const std::lock_guard lock(mutex_);
-    make_room(work);
-    queue_.push_back(std::move(work));
+    make_room(*pushed);
+    queue_.splice(queue_.end(), added);
     ++count;
     if (std::exchange(working_, true)) return;
   }
   try {
     run_(this, [self = shared_from_this()] { self->work_off(); });
   } catch (...) {
-    const std::lock_guard lock(mutex_);
-    queue_.pop_back();  // nobody worked here, so it is the last and only one
-    --count;
-    working_ = false;
+    {
+      const std::lock_guard lock(mutex_);
+      queue_.erase(pushed);  // it is there: nobody works here
+      --count;
+    }
+    work_off();
     throw;
   }
 }

@@ -13,8 +13,8 @@
 
 #include <atomic>
 #include <cstdint>
-#include <deque>
 #include <functional>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <variant>
@@ -74,7 +74,7 @@ class NcclInbox final : public RouteReceiver, public std::enable_shared_from_thi
   std::atomic<std::uint64_t> halted_{0};  // the sender has left the generations up to this one
 
   std::mutex mutex_;
-  std::deque<Work> queue_;
+  std::list<Work> queue_;
   std::function<void()> on_closed_;  // set by close(), called when all work is done
   std::size_t passes_ = 0;           // in the queue, or being received
   std::size_t channels_ = 0;         // in the queue
