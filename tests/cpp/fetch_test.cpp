@@ -251,6 +251,28 @@ TEST_CASE("running out of memory while a fetch begins changes nothing") {
   CHECK(threw > 3);
 }
 
+TEST_CASE("content that a peer sends before the fetch is asked for keeps the destinations until it lies there") {
+  std::uint64_t id = 0;
+  {
+    SessionKit kit;
+    const auto first = kit.session->fetch(fetch_for(kit, 2), /*frees_on_failure=*/false);
+    id = kit.take(kFetchVerb).id;  // numbers begin alike for every session
+  }
+  SessionKit kit;
+  const FetchRequest request = fetch_for(kit, 2);
+  Placement early;
+  kit.host.when_asked_to_tick = [&] {
+    early = kit.data(id, request.to);
+    throw std::bad_alloc();
+  };
+  CHECK_THROWS_AS(static_cast<void>(kit.session->fetch(request, /*frees_on_failure=*/true)), std::bad_alloc);
+  REQUIRE_FALSE(early.pieces.empty());
+  CHECK(code_of([&] { kit.pool->free(request.to.data(), request.to.size()); }));
+  CHECK(kit.count(BlockState::kQuarantined) == 2);
+  kit.session->on_placed(early.token, true);
+  CHECK(kit.count(BlockState::kFree) == 16);
+}
+
 TEST_CASE("running out of memory while serving a fetch ends in an answer or the end of the link") {
   int attempts = 0;
   fail_each_allocation([&](auto&& fail) {

@@ -48,8 +48,14 @@ Fetch::Fetch(std::shared_ptr<Session> session, std::uint64_t id, const FetchRequ
   expecting_ = true;
 }
 
+// Of a fetch that could not be asked for. A peer that keeps to the protocol writes nothing for it; for one that does
+// not, this process may be placing content all the same, and then the destinations are free only when it lies there.
 Fetch::~Fetch() {
-  if (expecting_) session_->host().blocks().end_writes(to_);
+  if (!expecting_) return;
+  Receiver& receiver = session_->receiver();
+  if (receiver.end_fetch(to_, [&] { session_->host().blocks().end_writes(to_); })) return;
+  receiver.quarantine(std::move(room_));
+  receiver.on_fetch_over(id_);
 }
 
 void Fetch::start() {
