@@ -29,6 +29,7 @@ BENCHES = {
     "swap": "bench.api.swap",
     "runs": "bench.api.runs",
     "attention": "bench.attention.decode",
+    "attention-peers": "bench.attention.peers",
     "transfer": "bench.transfer.speed",
     "faults": "bench.faults.survive",
     "cluster": "bench.cluster.fanout",
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
     if options.list:
         for name, module in BENCHES.items():
-            print(f"{name:10}{importlib.import_module(module).TITLE}")
+            print(f"{name:17}{importlib.import_module(module).TITLE}")
         return 0
     screen = Screen()
     described = machine.describe()
