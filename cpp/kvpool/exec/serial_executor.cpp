@@ -12,7 +12,7 @@ bool SerialExecutor::Key::awaits_any(Priority least) const noexcept {
   return std::find(awaits.begin(), end, true) != end;
 }
 
-// So small that a Task holds it without memory of its own: where a task is made, nothing may throw.
+// So small that a Task holds it without further memory: where a task is made, nothing may throw.
 template <Priority kOfTask>
 Task SerialExecutor::task_of(const void* key) noexcept {
   const auto task = [this, key] { run_next(key, kOfTask); };
