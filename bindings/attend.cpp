@@ -222,6 +222,10 @@ py::object wait(AttendHandle& handle, py::handle timeout) {
     PyErr_SetObject(py::type::handle_of(failure).ptr(), failure.ptr());
     throw py::error_already_set();
   }
+  {
+    const GilReleased released;
+    task.merge();
+  }
   if (!handle.result) {
     handle.result = py::cast(batch_of(task, handle.node->pool().layout().format.head_dim));
   }

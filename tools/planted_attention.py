@@ -145,11 +145,11 @@ ATTENTION_BUGS: Final[tuple[Bug, ...]] = (
         ("remote_attend_test.cpp",),
     ),
     Bug(
-        "lent-attention-outlives-its-pool",
-        "views",
-        "a pool that closes waits until it has computed what its peers asked for",
-        in_cpp("views/lent_attends.cpp", "    stop.also_asked = &lent.attender_.stopping();\n", ""),
-        ("remote_attend_test.cpp",),
+        "attention-cannot-be-stopped",
+        "attention",
+        "a pool that closes waits until it has computed what its peers asked for, and a deadline is not looked at",
+        in_cpp("attention/attend_work.cpp", "  if (stopped()) return;\n", ""),
+        ("attention_attend_test.cpp",),
     ),
     Bug(
         "loss-without-tokens",

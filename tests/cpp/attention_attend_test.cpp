@@ -11,6 +11,7 @@
 #include "kvpool/attention/merge_tree.h"
 #include "kvpool/base/error.h"
 #include "lent_team.h"
+#include "thrown.h"
 
 namespace kvpool {
 namespace {
@@ -238,6 +239,26 @@ TEST_CASE("rows of K and V are found in every format") {
   const PageFormat fused{4, 64, DType::kFloat16, false, true};
   CHECK(kv_rows(fused, 16, 2, true) == KVRows{DType::kFloat16, 4, 64, 16, 2 * 16384, 2 * 16384 + 128, 4096, 256});
   CHECK(kv_rows(fused, 16, 2, false) == KVRows{DType::kFloat16, 4, 64, 16, 0, 128, 4096, 256});
+}
+
+TEST_CASE("a call that is told to stop, or is late, computes no further leaf") {
+  Dice dice(6);
+  const Sequence sequence(2, 2, 16, DType::kFloat32, 2500, 1, dice);
+  const KVMemory memory(sequence.kv, {}, {0, 2500}, 0);
+  const AttendItem item = memory.item(sequence.q, 1, 2499);
+  const AttendCall call = sequence.call(memory, std::span(&item, 1));
+  const auto code = [&](AttendStop& stop) { return code_of([&] { attend(call, {}, {}, &stop); }); };
+  AttendStop stop;
+  CHECK_FALSE(code(stop).has_value());
+  const std::atomic<bool> closing{true};
+  stop.also_asked = &closing;
+  CHECK(code(stop) == ErrorCode::kCancelled);
+  stop.also_asked = nullptr;
+  stop.asked = true;
+  CHECK(code(stop) == ErrorCode::kCancelled);
+  AttendStop late;
+  late.until_ns = 0;
+  CHECK(code(late) == ErrorCode::kDeadline);
 }
 
 TEST_CASE("calls whose numbers do not fit are refused before anything is computed, and the error says where") {

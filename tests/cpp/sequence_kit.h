@@ -67,6 +67,7 @@ inline Attend::Request request_of(std::vector<std::shared_ptr<Sequence>> sequenc
 
 inline std::vector<std::vector<float>> finished(Attend& attend) {
   std::vector<std::vector<float>> results;
+  attend.merge();
   const std::vector<PartialAttention> parts = attend.take_parts();
   for (std::size_t i = 0; i < parts.size(); ++i) {
     parts[i].finish(DType::kFloat32, attend.tokens()[i],

@@ -1,6 +1,7 @@
 #include "kvpool/distributed/attend.h"
 
 #include <algorithm>
+#include <new>
 #include <string>
 
 #include "kvpool/base/clock.h"
@@ -381,12 +382,16 @@ std::vector<Attend::Lost> Attend::lost() const {
   return lost;
 }
 
-std::vector<PartialAttention> Attend::take_parts() {
+void Attend::merge() {
+  const std::lock_guard lock(merging_);
+  if (merged_ == Merged::kAll) return;
+  if (merged_ == Merged::kHalf) throw std::bad_alloc();
+  merged_ = Merged::kHalf;
   const std::uint32_t head_dim = node_.pool().layout().format.head_dim;
   for (RemotePart& part : remote_) {
     for (std::size_t i = 0; i < part.positions.size(); ++i) parts_[part.positions[i]].merge(part.take(i, head_dim));
   }
-  return std::exchange(parts_, {});
+  merged_ = Merged::kAll;
 }
 
 }  // namespace kvpool

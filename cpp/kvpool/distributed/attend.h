@@ -75,9 +75,12 @@ class Attend : public std::enable_shared_from_this<Attend> {
   // REQUIRES: done().
   std::vector<Lost> lost() const;
 
-  // The part of each sequence over all of its tokens; the caller's from now on. REQUIRES: done(), it has not failed,
-  // and nobody else calls this meanwhile.
-  std::vector<PartialAttention> take_parts();
+  // Merges what peers have computed with what this pool has; again, it does nothing. REQUIRES: done(), it has not
+  // failed. Throws std::bad_alloc: then every later call does, too.
+  void merge();
+  // The part of each sequence over all of its tokens; the caller's from now on. REQUIRES: merge(), and nobody else
+  // calls this meanwhile.
+  std::vector<PartialAttention> take_parts() noexcept { return std::exchange(parts_, {}); }
   // Of each sequence, when the call was made.
   const std::vector<std::uint64_t>& tokens() const noexcept { return tokens_; }
   bool causal() const noexcept { return causal_; }
@@ -136,7 +139,9 @@ class Attend : public std::enable_shared_from_this<Attend> {
   std::atomic<Phase> phase_{Phase::kWaiting};
   std::atomic<std::size_t> parts_left_{1};  // parts that have not ended: this pool's, and those of peers
   std::atomic<int> waiting_{0};             // threads in wait()
-  mutable std::mutex mutex_;                // guards the next
+  std::mutex merging_;
+  enum class Merged : std::uint8_t { kNot, kHalf, kAll } merged_ = Merged::kNot;  // under merging_
+  mutable std::mutex mutex_;                                                      // guards the next
   std::optional<Error> error_;
   Completion completion_;
 };

@@ -9,6 +9,7 @@
 
 #include "kvpool/base/clock.h"
 #include "kvpool/base/error.h"
+#include "kvpool/base/fork_guard.h"
 #include "kvpool/peers/peer_node.h"
 #include "kvpool/peers/service.h"
 #include "kvpool/pool/pool.h"
@@ -91,7 +92,7 @@ class Sequence::Removals {
 
 Sequence::Sequence(PeerNode& node, std::span<const Address> addresses, std::optional<std::uint64_t> tokens,
                    const Waiting& waiting)
-    : node_(node), block_tokens_(node.pool().layout().block_tokens) {
+    : node_(node), block_tokens_(node.pool().layout().block_tokens), made_in_(fork_generation()) {
   node.pool().guard();
   SequenceBlocks::check_pool(node.pool());
   here_ = std::make_shared<SequenceBlocks>(node.pool(), SequenceBlocks::kApplication);
@@ -323,7 +324,8 @@ std::uint64_t Sequence::set_backs() const {
 }
 
 void Sequence::close() noexcept {
-  Places places;  // destroyed without the lock, as these:
+  if (made_in_ != fork_generation()) return;  // a lock may be held by a thread that is not in this process
+  Places places;                              // destroyed without the lock, as these:
   std::shared_ptr<Removals> last;
   const std::lock_guard lock(mutex_);
   closed_ = true;

@@ -110,7 +110,8 @@ class Sequence {
 
   PeerNode& node_;
   const std::uint32_t block_tokens_;
-  mutable std::mutex mutex_;  // guards all below; taken before the locks of pool and session
+  const std::uint32_t made_in_;  // fork generation
+  mutable std::mutex mutex_;     // guards all below; taken before the locks of pool and session
   std::condition_variable turn_ended_;
   bool appending_ = false;
   bool replacing_ = false;

@@ -88,6 +88,7 @@ std::size_t SequenceBlocks::count(const std::unordered_set<Address>& addresses) 
 }
 
 void SequenceBlocks::close() noexcept {
+  if (made_in_ != fork_generation()) return;
   const std::lock_guard lock(mutex_);
   if (std::exchange(closed_, true)) return;
   release_unread();
@@ -154,6 +155,7 @@ void SequenceBlocks::replace(std::shared_ptr<const BlockRuns> runs, std::vector<
 }
 
 void SequenceBlocks::end_reading(std::uint64_t number) noexcept {
+  if (made_in_ != fork_generation()) return;
   const std::lock_guard lock(mutex_);
   readings_.end(number);
   release_unread();

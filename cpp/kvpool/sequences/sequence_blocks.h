@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "kvpool/base/address.h"
+#include "kvpool/base/fork_guard.h"
 #include "kvpool/sequences/block_runs.h"
 #include "kvpool/sequences/readable_blocks.h"
 #include "kvpool/sequences/readings.h"
@@ -36,7 +37,7 @@ class SequenceBlocks : public std::enable_shared_from_this<SequenceBlocks> {
 
   // `reader`: the incarnation of the peer that reads, which may not read blocks lent to another peer; kApplication.
   // REQUIRES: check_pool().
-  SequenceBlocks(Pool& pool, std::uint64_t reader) : pool_(pool), reader_(reader) {}
+  SequenceBlocks(Pool& pool, std::uint64_t reader) : pool_(pool), reader_(reader), made_in_(fork_generation()) {}
   ~SequenceBlocks() { close(); }
   SequenceBlocks(const SequenceBlocks&) = delete;
   SequenceBlocks& operator=(const SequenceBlocks&) = delete;
@@ -85,7 +86,8 @@ class SequenceBlocks : public std::enable_shared_from_this<SequenceBlocks> {
 
   Pool& pool_;
   const std::uint64_t reader_;
-  mutable std::mutex mutex_;  // guards all below; taken before the pool's locks
+  const std::uint32_t made_in_;  // fork generation: in a child nothing is let go, and no lock is taken for that
+  mutable std::mutex mutex_;     // guards all below; taken before the pool's locks
   std::shared_ptr<const BlockRuns> runs_ = std::make_shared<BlockRuns>();  // readings share it, so it is never
                                                                            // changed; null once let go
   std::vector<Removed> removed_;

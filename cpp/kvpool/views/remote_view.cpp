@@ -150,12 +150,13 @@ ReadableBlocks RemoteView::read() {
 }
 
 void RemoteView::end_reading(std::uint64_t number) noexcept {
+  if (made_in_ != fork_generation()) return;
   {
     const std::lock_guard lock(mutex_);
     readings_.end(number);
     if (removed_.empty()) return;
   }
-  if (made_in_ == fork_generation()) tell_removed();
+  tell_removed();
 }
 
 void RemoteView::on_loans_ended(const AddressSet& addresses) noexcept {
