@@ -247,7 +247,7 @@ TEST_CASE("a call that is told to stop, or is late, computes no further leaf") {
   const KVMemory memory(sequence.kv, {}, {0, 2500}, 0);
   const AttendItem item = memory.item(sequence.q, 1, 2499);
   const AttendCall call = sequence.call(memory, std::span(&item, 1));
-  const auto code = [&](AttendStop& stop) { return code_of([&] { attend(call, {}, {}, &stop); }); };
+  const auto code = [&](AttendStop& stop) { return kvpool::testing::code_of([&] { attend(call, {}, {}, &stop); }); };
   AttendStop stop;
   CHECK_FALSE(code(stop).has_value());
   const std::atomic<bool> closing{true};

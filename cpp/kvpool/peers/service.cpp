@@ -215,7 +215,8 @@ std::shared_ptr<Transfer> Service::fetch(FetchRequest&& request, const GivenUp& 
   try {
     return session->fetch(request, /*frees_on_failure=*/allocated);
   } catch (...) {
-    if (allocated) pool_.free(request.to.data(), request.to.size());
+    // Unless the peer may write them already: then the session frees them.
+    if (allocated) static_cast<void>(failure_of([&] { pool_.free(request.to.data(), request.to.size()); }));
     throw;
   }
 }
