@@ -157,8 +157,8 @@ ATTENTION_BUGS: Final[tuple[Bug, ...]] = (
         "a creditor dies, and the error does not say which tokens are lost: the engine computes the whole prompt again",
         in_cpp(
             "distributed/attend.cpp",
-            "part.lost = failure && failure->code() == ErrorCode::kPeerLost;\n  end_part(failure ? &*failure",
-            "part.lost = failure && failure->code() == ErrorCode::kClosed;\n  end_part(failure ? &*failure",
+            "ErrorCode::kPeerLost;\n  let_go(part);\n  end_part(failure ? &*failure",
+            "ErrorCode::kClosed;\n  let_go(part);\n  end_part(failure ? &*failure",
         ),
         ("remote_attend_test.cpp",),
     ),

@@ -260,6 +260,44 @@ TEST_CASE("a peer that asks for much does not keep another from being served") {
   for (const auto& one : attends) CHECK(one->wait(soon()));
 }
 
+TEST_CASE("a handle that is kept when its attention is over holds nothing at the peer") {
+  const Three three(8);
+  const Addresses at_b = three.a.borrow("b", 3);
+  const auto sequence = sequence_of(*three.a.node, at_b);
+  Attend::Request there = request_of({sequence});
+  there.where = AttendWhere::kThere;
+  const auto kept = Attend::start(*three.a.node, std::move(there), soon());
+  REQUIRE(kept->wait(soon()));
+  kept->rethrow_if_failed();
+  sequence->close();
+  three.a.service->free(at_b.data(), at_b.size(), soon());
+  CHECK(comes_true([&] { return free_blocks(three.b.pool()) == 8; }));
+  CHECK(kept->done());
+}
+
+TEST_CASE("blocks that were given back before a recall was over stay in the views of them") {
+  const Three three(8, "sock");
+  const Addresses at_b = three.a.borrow("b", 2);
+  fill_values(three.b.pool(), at_b, 0, 0.5F);
+  const auto sequence = sequence_of(*three.a.node, at_b);
+  three.a.service->begin_peer_events();
+  std::thread recalling([&] {
+    const RecallResult result = three.b.service->recall("a", at_b, Waiting(soon()));
+    CHECK(result.returned == 2);
+    CHECK(result.freed + result.quarantined == 0);
+  });
+  CHECK(comes_true([&] {
+    const auto event = three.a.service->next_peer_event();
+    return event && event->kind == PeerEvent::Kind::kRecalled;
+  }));
+  three.a.service->free(at_b.data(), at_b.size(), soon());
+  recalling.join();
+  const auto attend = Attend::start(*three.a.node, request_of({sequence}), soon());
+  REQUIRE(attend->wait(soon()));
+  attend->rethrow_if_failed();
+  CHECK(finished(*attend).front() == all_of_value(0.5F));
+}
+
 TEST_CASE("a view that a peer refuses leaves nothing held anywhere") {
   const Three three(8);
   const Addresses at_b = three.a.borrow("b", 1);
@@ -329,6 +367,16 @@ TEST_CASE("blocks that were recalled are stale to the attention, and free for th
   REQUIRE(attend->wait(soon()));
   CHECK(code_of([&] { attend->rethrow_if_failed(); }) == ErrorCode::kStaleAddress);
   CHECK(sequence->lost() == std::vector<TokenRange>{{kPage, 2 * kPage}});
+  const Addresses again = three.a.borrow("b", 1);  // the same peer
+  fill_values(three.b.pool(), again, 0, 1.0F);
+  CHECK(sequence->replace(1, again, soon()) == Addresses{at_b[1]});
+  for (int i = 0; i < 2; ++i) {
+    const auto mended = Attend::start(*three.a.node, request_of({sequence}), soon());
+    REQUIRE(mended->wait(soon()));
+    mended->rethrow_if_failed();
+    CHECK(finished(*mended).front() == all_of_value(1.0F));
+  }
+  CHECK(sequence->lost().empty());
   const auto intact = Attend::start(*three.a.node, request_of({other}), soon());
   REQUIRE(intact->wait(soon()));
   CHECK(finished(*intact).front() == all_of_value(1.0F));

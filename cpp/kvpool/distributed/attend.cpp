@@ -46,6 +46,21 @@ Error in_batch(const Error& refused, const RemotePart& part, std::uint32_t block
   return error;
 }
 
+// A peer that is busy or late takes as long as it says, or as it took to be too late.
+void note_refusal(const RemotePart& part, const Error& error, std::uint64_t token_bytes) noexcept {
+  if (error.code() != ErrorCode::kBusy && error.code() != ErrorCode::kDeadline) return;
+  constexpr std::int64_t kBusyNs = 1'000'000;
+  const std::int64_t now_ns = monotonic_ns();
+  const std::int64_t took_ns = now_ns - part.sent_ns + (error.code() == ErrorCode::kBusy ? kBusyNs : 0);
+  part.session->attend_pace().record(static_cast<double>(part.tokens * token_bytes), took_ns, now_ns);
+}
+
+// A handle that is kept when all is over holds nothing at the peer.
+void let_go(RemotePart& part) noexcept {
+  part.views.clear();
+  part.snapshots.clear();
+}
+
 std::uint64_t query_begin(std::uint64_t tokens, std::uint32_t query_tokens) noexcept {
   return tokens - std::min<std::uint64_t>(query_tokens, tokens);
 }
@@ -157,7 +172,10 @@ void Attend::add_entries_here(AttendRequest& here, std::vector<Away>& away) {
     std::optional<ReadableBlocks> blocks;
     const auto failure = failure_of([&] { blocks = one.view->read(); });
     if (failure && failure->code() != ErrorCode::kPeerLost) throw Error(*failure);
-    if (failure) {
+    const std::uint64_t block_tokens = node_.pool().layout().block_tokens;
+    const std::uint64_t first = one.range.begin / block_tokens;
+    const std::uint64_t end = (one.range.end - 1) / block_tokens + 1;
+    if (failure || !blocks->runs->find({first, end - first})) {  // the peer says what became of it
       one.from_here = false;
       continue;
     }
@@ -191,6 +209,10 @@ void Attend::add_remote_parts(const Request& request, const std::vector<Away>& a
   }
   remote_ = std::move(parts).take();
   parts_left_.fetch_add(remote_.size());
+  if (where_ != AttendWhere::kAuto) return;
+  for (RemotePart& part : remote_) {  // what the peer refuses may be computed here, over the same blocks
+    for (const std::size_t position : part.positions) part.snapshots.push_back(unsent_[position].removals);
+  }
 }
 
 void Attend::make_plan(const std::vector<Away>& away) {
@@ -258,6 +280,7 @@ void Attend::on_answer(RemotePart& part, const Message* answer, const Error* err
   if (part.over.exchange(true)) return;
   std::optional<Error> failure;
   if (error != nullptr) {
+    note_refusal(part, *error, token_bytes());
     const bool has_no_time = error->code() == ErrorCode::kBusy || error->code() == ErrorCode::kUnsupported;
     if (has_no_time && where_ == AttendWhere::kAuto && begin_here(part, *error)) return;
     failure = in_batch(*error, part, node_.pool().layout().block_tokens);
@@ -272,6 +295,7 @@ void Attend::on_answer(RemotePart& part, const Message* answer, const Error* err
     }
   }
   part.lost = failure && failure->code() == ErrorCode::kPeerLost;
+  let_go(part);
   end_part(failure ? &*failure : nullptr);
 }
 
@@ -302,14 +326,18 @@ void Attend::compute_refused(RemotePart& part, const Error& refused) noexcept {
     }
   });
   part.lost = failure && failure->code() == ErrorCode::kPeerLost;
+  let_go(part);
   end_part(!failure ? nullptr : part.lost ? &*failure : &refused);
 }
 
-// The loss of a peer tells a caller most: it goes before other errors.
+// What the caller did itself goes before the loss of a peer, and that before other errors.
 void Attend::end_part(const Error* error) noexcept {
   if (error != nullptr) {
     const std::lock_guard lock(mutex_);
-    if (!error_ || (error->code() == ErrorCode::kPeerLost && error_->code() != ErrorCode::kCancelled)) error_ = *error;
+    const auto weight = [](const Error& one) {
+      return one.code() == ErrorCode::kCancelled ? 2 : one.code() == ErrorCode::kPeerLost ? 1 : 0;
+    };
+    if (!error_ || weight(*error) > weight(*error_)) error_ = *error;
   }
   if (parts_left_.fetch_sub(1) > 1) return;
   completion_.finish(error_);
@@ -350,16 +378,13 @@ bool Attend::cancel() noexcept {
   const bool claimed = phase_.compare_exchange_strong(before, Phase::kCancelled);
   if (!claimed && before != Phase::kEnded) return false;
   const Error cancelled(ErrorCode::kCancelled, "the attention was cancelled");
-  {
-    const std::lock_guard lock(mutex_);
-    error_ = cancelled;
-  }
   bool ended = claimed;
   for (RemotePart& part : remote_) {
     if (part.over.exchange(true)) continue;
     ended = true;
     part.session->calls().cancel(kAttendVerb, part.id);
     part.session->calls().forget(part.id);
+    let_go(part);
     end_part(&cancelled);
   }
   if (claimed) {

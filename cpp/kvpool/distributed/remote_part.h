@@ -24,12 +24,14 @@ struct RemotePart {
         asked(std::move(other.asked)),
         positions(std::move(other.positions)),
         views(std::move(other.views)),
+        snapshots(std::move(other.snapshots)),
         tokens(other.tokens) {}
 
   std::shared_ptr<Session> session;
   AttendBody asked;
   std::vector<std::size_t> positions;              // in the batch, of each item
-  std::vector<std::shared_ptr<RemoteView>> views;  // of each item
+  std::vector<std::shared_ptr<RemoteView>> views;  // of each item; until it is over, as the next
+  std::vector<std::shared_ptr<void>> snapshots;    // so that the blocks stay in the views
   std::uint64_t tokens = 0;                        // of all items
   std::int64_t sent_ns = 0;
   std::uint64_t id = 0;  // of the call

@@ -291,6 +291,14 @@ std::shared_ptr<RemoteView> Sequence::view_for(const std::shared_ptr<Session>& s
   const std::lock_guard lock(mutex_);
   for (const Place& candidate : places_) {
     if (candidate.view == nullptr || candidate.view->session_pointer() != session) continue;
+    // Also one whose blocks are about to be replaced, or were recalled: what takes their place must not go with them,
+    // or be read before the peer holds it.
+    const auto is_there = [&](const Place& place) {
+      return place.view == candidate.view && std::ranges::any_of(blocks, [&](const BlockRange& range) {
+               return overlap(place.blocks, range).count > 0;
+             });
+    };
+    if (std::ranges::any_of(places_, is_there)) continue;
     const auto has_any = [&](const BlockRange& range) { return candidate.view->has_any(range); };
     if (std::ranges::none_of(blocks, has_any)) return candidate.view;
   }

@@ -66,6 +66,7 @@ void Service::close() noexcept {
   LocalServices::remove(incarnation_, parting_.is_write_lost());
   drop_received();
   let_go_of_memory(std::move(left));
+  for (const PeerTable::Peer& peer : *peers) peer.session->forget_readers();
   table_.clear();
 }
 

@@ -15,6 +15,7 @@ AttendTask::AttendTask(Pool& pool, AttendRequest&& request, std::uint64_t query_
                        bool for_peer)
     : pool_(pool),
       attender_(attender),
+      for_peer_(for_peer),
       team_(for_peer ? attender.team_for_peers() : attender.team()),
       request_(std::move(request)) {
   pool.guard();
@@ -122,7 +123,7 @@ std::vector<PartialAttention> AttendTask::run(AttendStop* stop) {
   const std::int64_t begin_ns = monotonic_ns();
   std::vector<PartialAttention> parts = merged_by_entry(attend(call(), team_, {}, stop));
   const std::int64_t end_ns = monotonic_ns();
-  attender_.pace().record(static_cast<double>(bytes_read()), end_ns - begin_ns, end_ns);
+  if (!for_peer_) attender_.pace().record(static_cast<double>(bytes_read()), end_ns - begin_ns, end_ns);
   return parts;
 }
 

@@ -70,6 +70,7 @@ class AttendTask {
 
   Pool& pool_;
   Attender& attender_;
+  const bool for_peer_;
   const AttendTeam team_;
   AttendRequest request_;
   std::vector<std::pair<const MediaSpans*, LayerPlaces>> places_;  // of each memory that entries lie in

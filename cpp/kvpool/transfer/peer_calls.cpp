@@ -376,7 +376,9 @@ void PeerCalls::run(const Known& known, const CallPointer& call, Bytes&& request
     if (error.code() == ErrorCode::kProtocol && call->claim()) throw;
     call->refuse(error);
   } catch (const std::exception& error) {
-    call->refuse(Error(ErrorCode::kOutOfMemory, std::string("memory ran out: ") + error.what()));
+    const Error full(ErrorCode::kOutOfMemory, std::string("memory ran out: ") + error.what());
+    call->refuse(full);
+    if (known.verb->never_busy) close(full);
   }
 }
 

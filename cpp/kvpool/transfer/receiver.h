@@ -119,9 +119,9 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
   // Before a recall with this number is sent, and when it ends without end_recall(). The first throws std::bad_alloc.
   void expect_recall(std::uint64_t id);
   void forget_recall(std::uint64_t id) noexcept;
-  // Takes back those of these blocks that are still lent. `writer_ended`: the peer has said that it no longer writes
-  // any of them. `room`: of the recall, with room for all addresses.
-  RecallResult end_recall(QuarantineRoom&& room, std::span<const Address> addresses, bool writer_ended) noexcept;
+  // Takes back those of these blocks that are still lent, which are left in `addresses`. `writer_ended`: the peer has
+  // said that it no longer writes any of them. `room`: of the recall, with room for all addresses.
+  RecallResult end_recall(QuarantineRoom&& room, std::vector<Address>& addresses, bool writer_ended) noexcept;
   // The peer says so after the deadline.
   void on_recall_over(std::uint64_t id);
   // Gives the destinations of a fetch back, by `give_back`, unless content is being placed in one of them: then it

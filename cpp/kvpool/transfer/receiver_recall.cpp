@@ -48,8 +48,7 @@ void Receiver::forget_recall(std::uint64_t id) noexcept {
   recalls_.erase(id);
 }
 
-RecallResult Receiver::end_recall(QuarantineRoom&& room, std::span<const Address> addresses,
-                                  bool writer_ended) noexcept {
+RecallResult Receiver::end_recall(QuarantineRoom&& room, std::vector<Address>& addresses, bool writer_ended) noexcept {
   RecallResult result;
   std::vector<Address>& taken = room.mapped().addresses;
   const std::lock_guard lock(mutex_);
@@ -57,18 +56,21 @@ RecallResult Receiver::end_recall(QuarantineRoom&& room, std::span<const Address
     writer_ended = writer_ended || recall->second;
     recalls_.erase(recall);
   }
-  if (lost_) return result;  // what was lent is free, or in quarantine
-  for (const Address address : addresses) {
+  std::size_t kept = 0;
+  for (std::size_t i = 0; i < addresses.size() && !lost_; ++i) {
+    const Address address = addresses[i];
     const auto entry = lent_.find(address);
     if (entry != lent_.end() && entry->second == Lent::kHeld) {
       taken.push_back(address);  // there is room
+      addresses[kept++] = address;
       lent_.erase(entry);
       continue;
     }
     if (entry != lent_.end()) entry->second = Lent::kRecalled;
     ++result.returned;
   }
-  if (taken.empty()) return result;
+  addresses.resize(kept);
+  if (taken.empty()) return result;  // also when the link has ended: what was lent is free, or in quarantine
   const auto count = static_cast<std::uint32_t>(taken.size());
   const bool quiet = writer_ended || drained_ || !writes_directly_;
   room.mapped().being_placed = quiet && placements_.is_placed_now(taken);

@@ -133,6 +133,10 @@ class Session final : public LinkHandler, public DepartingPeer, public std::enab
   // --- for what reads the peer's blocks where they are ---
   // The peer's blocks at addresses of this process; null if they are not mapped.
   std::shared_ptr<const MediaSpans> readable() const;
+  // The pool is closed, and its memory kept for those who may still read it: the session holds no block for them.
+  void forget_readers() noexcept {
+    if (reads_ != nullptr) reads_->on_reader_gone();
+  }
   // This side reads them until the result is dropped, and does not say before that it is drained. Throws kPeerLost.
   std::shared_ptr<void> begin_reading();
   // Told of recalls from now on, as long as it exists.

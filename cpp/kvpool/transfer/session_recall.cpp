@@ -113,7 +113,8 @@ void Session::begin_recall(std::vector<Address> addresses, std::int64_t until_ns
                     }
                     asked->result =
                         receiver->end_recall(std::move(asked->room), asked->addresses, /*writer_ended=*/!late);
-                    if (reads == nullptr || !reads->has_any()) return asked->done(&asked->result, nullptr);
+                    if (reads == nullptr || asked->addresses.empty() || !reads->has_any())
+                      return asked->done(&asked->result, nullptr);
                     // A search through all views takes longer than the thread that reads links may.
                     const auto search = [asked, reads] {
                       count_read(asked->result, reads->on_recalled(asked->addresses));

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from kvpool import DRAM, Member, MemberEvent, OutOfBlocks, PeerLost
+from kvpool import DRAM, Member, MemberEvent, OutOfBlocks, PeerLost, StateError
 from kvpool.control.lending import Lending
 
 BLOCK_TOKENS = 256  # four blocks are a leaf
@@ -87,6 +87,9 @@ class FakeHandle:
 
     def exception(self, timeout=None):
         return self.failure
+
+    def cancel(self):
+        return False
 
 
 class FakePool:
@@ -177,17 +180,24 @@ class FakeSequence:
         self.addrs = pool.alloc(blocks, DRAM)
         self.tokens = blocks * BLOCK_TOKENS
         self.meanwhile = None  # runs before the next switch
-        self.fails_at = None  # the switch with this first block fails
+        self.fails_at = None  # the switch of this block fails
+        self._set_backs = 0
         for number, addr in enumerate(self.addrs.tolist()):
             pool.content[addr] = number
 
-    def replace(self, first_block, addrs, *, timeout=None):
+    def _switch(self, blocks, old, new, copied_at, timeout):
         if self.meanwhile is not None:
             meanwhile, self.meanwhile = self.meanwhile, None
             meanwhile()
-        if first_block == self.fails_at:
+        if self.fails_at in blocks:
             self.fails_at = None
             raise PeerLost("gone at the switch")
+        if self._set_backs != copied_at or not np.array_equal(self.addrs[blocks], old):
+            raise StateError("it has changed")
+        self.addrs = self.addrs.copy()
+        self.addrs[blocks] = new
+
+    def replace(self, first_block, addrs, *, timeout=None):
         was = self.addrs[first_block : first_block + len(addrs)].copy()
         self.addrs = self.addrs.copy()
         self.addrs[first_block : first_block + len(addrs)] = addrs

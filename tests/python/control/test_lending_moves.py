@@ -151,10 +151,61 @@ def test_blocks_that_the_engine_replaces_meanwhile_stay_its():
     seq = FakeSequence(a, 18)
     other = FakeSequence(a, 4)
     seq.meanwhile = lambda: seq.replace(0, other.addrs)
-    with pytest.raises(StateError, match="replaced while"):
+    with pytest.raises(StateError, match="changed"):
         lending.offload(seq, 4)
     assert seq.addrs[:4].tolist() == other.addrs.tolist()
     assert len(b.free_blocks) == 40
+    check_all(town)
+
+
+def test_blocks_whose_tokens_are_taken_back_while_they_are_copied_stay():
+    town, [(a, lending), (b, _)] = town_of(30, 40)
+    seq = FakeSequence(a, 18)
+
+    def take_back():
+        seq._set_backs += 1
+
+    seq.meanwhile = take_back
+    with pytest.raises(StateError):
+        lending.offload(seq, 4)
+    assert seq.owners == [1] * 18
+    assert len(b.free_blocks) == 40
+    assert not a.borrowed
+    check_all(town)
+
+
+def test_what_was_begun_ends_before_its_blocks_are_given_up():
+    town, [(a, lending), *_] = town_of(30, 8, 8)
+    seq = FakeSequence(a, 18)
+    ended = []
+
+    class Slow:
+        def exception(self, timeout=None):
+            ended.append("waited")
+            a.writing = False
+
+        def cancel(self):
+            ended.append("cancelled")
+            return True
+
+    transfers = iter([Slow(), PeerLost("it is gone")])
+
+    def transfer(peer, blocks, *, to, timeout=None):
+        one = next(transfers)
+        if isinstance(one, Exception):
+            raise one
+        a.writing = True
+        return one
+
+    def free(addrs, free=a.free):
+        assert not a.writing
+        free(addrs)
+
+    a.transfer, a.free = transfer, free
+    with pytest.raises(PeerLost):
+        lending.offload(seq, 12)
+    assert ended == ["cancelled", "waited"]
+    assert not a.borrowed
     check_all(town)
 
 

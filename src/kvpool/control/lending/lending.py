@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, Final
 
@@ -129,8 +129,9 @@ class Lending:
         """
         _count("blocks", blocks, 1)
         deadline = self._deadline(timeout)
-        with self._moving:
+        with self._turn(deadline):
             self._check_open()
+            set_backs = sequence._set_backs
             held = self._borrowing.held(sequence)
             able = policy.plan_offload([held], blocks, {0: self._capacity}, self._leaf, self._tail)
             if able.missing:
@@ -149,7 +150,7 @@ class Lending:
                         free=blocks - plan.missing,
                     )
                 parts = self._parts(sequence, plan, lent)
-                send(self._pool, sequence, parts, deadline)
+                send(self._pool, sequence, parts, set_backs, deadline)
             except BaseException:
                 for addrs in lent.values():
                     give_up(self._pool, addrs)
@@ -180,10 +181,11 @@ class Lending:
             How many blocks have come home.
 
         Raises:
+            DeadlineExceeded: Another call that moves blocks took too long.
             ClosedError: This is closed, or the pool.
         """
         deadline = self._deadline(timeout)
-        with self._moving:
+        with self._turn(deadline):
             self._check_open()
             with self._lock:
                 self._members.apply()
@@ -208,10 +210,11 @@ class Lending:
             How many blocks have come home.
 
         Raises:
+            DeadlineExceeded: Another call that moves blocks took too long.
             ClosedError: This is closed, or the pool.
         """
         deadline = self._deadline(timeout)
-        with self._moving:
+        with self._turn(deadline):
             self._check_open()
             loans = self._borrowing.loans(among=addrs)
             home = self._bring_all(policy.plan_payback(loans, self._stats().free, leaf=self._leaf), deadline)
@@ -278,6 +281,16 @@ class Lending:
 
     # ---- moving
 
+    @contextlib.contextmanager
+    def _turn(self, deadline: Deadline) -> Iterator[None]:
+        """One call at a time moves blocks."""
+        if not self._moving.acquire(timeout=deadline.left("wait for other calls")):
+            raise DeadlineExceeded("lending: another call that moves blocks took too long")
+        try:
+            yield
+        finally:
+            self._moving.release()
+
     def _parts(self, sequence: LentSequence, plan: policy.OffloadPlan, lent: dict[int, Addresses]) -> list[Part]:
         addrs, used = sequence.addrs, dict.fromkeys(lent, 0)
         parts = []
@@ -307,10 +320,11 @@ class Lending:
 
     def _bring(self, plan: policy.Payback, deadline: Deadline) -> int:
         sequence = self._borrowing.sequence(plan.sequence)
+        set_backs = sequence._set_backs
         old = sequence.addrs[plan.first : plan.first + plan.blocks]
         home = self._pool.alloc(plan.blocks, int(self._medium), False, timeout=deadline.left("bring blocks home"))
         try:
-            bring(self._pool, sequence, Part(plan.first, old, home, ""), deadline)
+            bring(self._pool, sequence, Part(plan.first, old, home, ""), set_backs, deadline)
         except BaseException:
             give_up(self._pool, home)
             raise

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from kvpool.control.lending.pools import Addresses, Handle, LendingPool, LentSequence
-from kvpool.errors import DeadlineExceeded, Error, StateError
+from kvpool.errors import DeadlineExceeded, Error
 
 __all__ = ["Deadline", "Part", "bring", "give_up", "send"]
 
@@ -39,17 +40,21 @@ class Part:
     member: str
 
 
-def send(pool: LendingPool, sequence: LentSequence, parts: Sequence[Part], deadline: Deadline) -> None:
-    """Sends parts to blocks that were borrowed, and switches to them: all of them or none."""
+def send(pool: LendingPool, sequence: LentSequence, parts: Sequence[Part], set_backs: int, deadline: Deadline) -> None:
+    """Sends parts to blocks that were borrowed, and switches to them: all of them or none.
+
+    `set_backs`: of the sequence, before the parts were made.
+    """
     left_s = deadline.left("send blocks")
-    _wait_for([pool.transfer(part.member, part.old, to=part.new, timeout=left_s) for part in parts])
-    _switch(sequence, parts, deadline)
+    _carry_out([partial(pool.transfer, part.member, part.old, to=part.new, timeout=left_s) for part in parts])
+    _switch(sequence, parts, set_backs, deadline)
 
 
-def bring(pool: LendingPool, sequence: LentSequence, part: Part, deadline: Deadline) -> None:
+def bring(pool: LendingPool, sequence: LentSequence, part: Part, set_backs: int, deadline: Deadline) -> None:
     """Fetches a part into blocks of this pool, and switches to them."""
-    _wait_for([pool.fetch(None, part.old, to=part.new, timeout=deadline.left("fetch blocks"))])
-    _switch(sequence, [part], deadline)
+    left_s = deadline.left("fetch blocks")
+    _carry_out([partial(pool.fetch, None, part.old, to=part.new, timeout=left_s)])
+    _switch(sequence, [part], set_backs, deadline)
 
 
 def give_up(pool: LendingPool, addrs: Addresses) -> None:
@@ -61,24 +66,26 @@ def give_up(pool: LendingPool, addrs: Addresses) -> None:
         pool.free(addrs)
 
 
-def _wait_for(handles: list[Handle]) -> None:
-    """Waits for all, even if one has failed: its blocks may be freed only when nothing is written to them."""
-    failures = [failure for failure in [handle.exception() for handle in handles] if failure is not None]
+def _carry_out(begin: Sequence[Callable[[], Handle]]) -> None:
+    """Begins all, and waits for all: blocks may be freed only when nothing is written to them."""
+    handles: list[Handle] = []
+    try:
+        for one in begin:
+            handles.append(one())
+        failures = [failure for handle in handles if (failure := handle.exception()) is not None]
+    except BaseException:  # one could not begin; or Ctrl-C
+        for handle in handles:
+            handle.cancel()
+        for handle in handles:
+            handle.exception()
+        raise
     if failures:
         raise failures[0]
 
 
-def _switch(sequence: LentSequence, parts: Sequence[Part], deadline: Deadline) -> None:
-    switched: list[Part] = []
-    try:
-        for part in parts:
-            was = sequence.replace(part.first, part.new, timeout=deadline.left("switch to the new blocks"))
-            if not np.array_equal(was, part.old):
-                sequence.replace(part.first, was)
-                raise StateError("blocks of the sequence were replaced while they were copied")
-            switched.append(part)
-    except BaseException:
-        for part in switched:
-            with contextlib.suppress(Error):
-                sequence.replace(part.first, part.old)
-        raise
+def _switch(sequence: LentSequence, parts: Sequence[Part], set_backs: int, deadline: Deadline) -> None:
+    ordered = sorted(parts, key=lambda part: part.first)
+    blocks = [part.first + i for part in ordered for i in range(len(part.old))]
+    old = np.concatenate([part.old for part in ordered])
+    new = np.concatenate([part.new for part in ordered])
+    sequence._switch(blocks, old, new, set_backs, deadline.left("switch to the new blocks"))

@@ -19,6 +19,9 @@ class Handle(Protocol):
     def exception(self, timeout: float | None = None) -> Exception | None:
         """Waits for its end; why it failed, or None."""
 
+    def cancel(self) -> bool:
+        """Asks for its end."""
+
 
 class LentSequence(Protocol):
     """A `KVSequence`."""
@@ -35,8 +38,12 @@ class LentSequence(Protocol):
     def closed(self) -> bool:
         """Whether it has ended."""
 
-    def replace(self, first_block: int, addrs: Addresses, *, timeout: float | None = None) -> Addresses:
-        """Puts other blocks in the place of old ones at once; the old ones."""
+    @property
+    def _set_backs(self) -> int:
+        """How often tokens were taken back."""
+
+    def _switch(self, blocks: list[int], old: Addresses, new: Addresses, copied_at: int, timeout: float | None) -> None:
+        """Puts copies in the place of all of these blocks, or of none if one has changed since `copied_at`."""
 
 
 class LendingPool(Protocol):
