@@ -15,6 +15,7 @@
 #include "kvpool/base/clock.h"
 #include "kvpool/net/reactor.h"
 #include "kvpool/peers/peer_node.h"
+#include "kvpool/peers/service.h"
 #include "kvpool/ranks/instance_ranks.h"
 #include "pool_fixture.h"
 #include "thrown.h"
