@@ -104,7 +104,7 @@ ATTENTION_BUGS: Final[tuple[Bug, ...]] = (
         "views",
         "blocks that a borrower viewed stay held when it dies: the creditor's memory runs out",
         in_cpp("views/peer_views.cpp", "return !entry.second.by_mapping;", "return false;"),
-        ("remote_attend_test.cpp",),
+        ("remote_views_test.cpp",),
     ),
     Bug(
         "recall-leaves-views",
@@ -115,7 +115,7 @@ ATTENTION_BUGS: Final[tuple[Bug, ...]] = (
             "count_read(asked->result, reads->on_recalled(asked->addresses));",
             "count_read(asked->result, 0);",
         ),
-        ("remote_attend_test.cpp", "recall_test.cpp"),
+        ("remote_views_test.cpp", "recall_test.cpp"),
     ),
     Bug(
         "rejected-token-at-a-peer",

@@ -13,72 +13,14 @@
 #include <utility>
 #include <vector>
 
-#include "joined_service.h"
 #include "kvpool/attention/merge_tree.h"
-#include "sequence_kit.h"
+#include "remote_attend_kit.h"
 #include "thrown.h"
 
 namespace kvpool::testing {
 namespace {
 
 constexpr std::uint32_t kLeafBlocks = kLeafTokens / kPage;
-
-std::int64_t soon() { return monotonic_ns() + kSecondsNs; }
-
-// Returns whether it came to hold within some seconds.
-template <class Holds>
-bool comes_true(Holds holds) {
-  for (const std::int64_t until = soon(); monotonic_ns() < until; usleep(200)) {
-    if (holds()) return true;
-  }
-  return false;
-}
-
-struct Member {
-  explicit Member(const std::string& name, std::uint32_t blocks = 64, std::uint32_t attend_lent_max = 64,
-                  const std::string& route = "", std::uint32_t transfers_max = 4096)
-      : node(make_attendable_node(blocks)) {
-    ServiceOptions options;
-    options.transfers_max = transfers_max;
-    if (!route.empty()) options.routes = {route};
-    options.name = name;
-    options.secret = "s3cret";
-    options.attend_lent_max = attend_lent_max;
-    service = &node->start_service(options);
-  }
-  Pool& pool() const { return node->pool(); }
-  void meet(const Member& other) const { service->connect(other.service->listen(unix_address()), real_seconds(60)); }
-  Addresses borrow(const std::string& peer, std::size_t n) const {
-    return service->alloc(peer, n, Medium::kHbm, /*may_evict=*/true, soon());
-  }
-
-  std::shared_ptr<PeerNode> node;
-  Service* service;
-};
-
-struct Three {
-  explicit Three(std::uint32_t blocks = 64, const std::string& route = "")
-      : a("a", blocks, 64, route), b("b", blocks, 64, route), c("c", blocks, 64, route) {
-    a.meet(b);
-    a.meet(c);
-  }
-  // Whose block it is.
-  Pool& pool_of(Address address) const {
-    for (const Member* member : {&b, &c}) {
-      if (instance_of(address) == member->pool().instance()) return member->pool();
-    }
-    return a.pool();
-  }
-
-  Member a;
-  Member b;
-  Member c;
-};
-
-Addresses operator+(Addresses left, const Addresses& right) {
-  left.insert(left.end(), right.begin(), right.end());
-  return left;
-}
 
 std::vector<float> random_floats(std::mt19937& random, std::size_t n) {
   std::normal_distribution<float> normal;
@@ -214,36 +156,6 @@ TEST_CASE("long queries and answers are spread over several calls") {
   CHECK(code_of([&] { parts.add(view, 0, 16, 0, long_q, {0, 1}); }) == ErrorCode::kArgument);
 }
 
-TEST_CASE("a peer holds what is viewed until the sequence is closed or the borrower is gone") {
-  Three three(8);
-  const auto lent = [&] { return 8 - free_blocks(three.b.pool()); };
-  const Addresses first = three.a.borrow("b", 2);
-  const auto sequence = sequence_of(*three.a.node, first);
-  three.a.service->free(first.data(), 2, soon());
-  CHECK(lent() == 2);
-  sequence->close();
-  CHECK(comes_true([&] { return lent() == 0; }));
-  const Addresses second = three.a.borrow("b", 3);
-  const auto leaked = sequence_of(*three.a.node, second);
-  CHECK(lent() == 3);
-  three.a.node->close();
-  CHECK(comes_true([&] { return lent() == 0; }));
-  three.b.pool().audit();
-}
-
-TEST_CASE("blocks that are let go are let go however busy the peer is") {
-  const Member a("a", 8);
-  const Member b("b", 64, 64, "", 1);  // admits one call of each verb at a time
-  a.meet(b);
-  const Addresses at_b = a.borrow("b", 40);
-  std::vector<std::shared_ptr<Sequence>> sequences;
-  for (const Address address : at_b) sequences.push_back(sequence_of(*a.node, Addresses{address}));
-  a.service->free(at_b.data(), at_b.size(), soon());
-  CHECK(free_blocks(b.pool()) == 24);
-  for (const auto& sequence : sequences) sequence->close();
-  CHECK(comes_true([&] { return free_blocks(b.pool()) == 64; }));
-}
-
 TEST_CASE("a peer that asks for much does not keep another from being served") {
   const Member a("a", 4);
   const Member c("c", 4);
@@ -258,60 +170,6 @@ TEST_CASE("a peer that asks for much does not keep another from being served") {
   REQUIRE(attend->wait(soon()));
   CHECK_NOTHROW(attend->rethrow_if_failed());
   for (const auto& one : attends) CHECK(one->wait(soon()));
-}
-
-TEST_CASE("a handle that is kept when its attention is over holds nothing at the peer") {
-  const Three three(8);
-  const Addresses at_b = three.a.borrow("b", 3);
-  const auto sequence = sequence_of(*three.a.node, at_b);
-  Attend::Request there = request_of({sequence});
-  there.where = AttendWhere::kThere;
-  const auto kept = Attend::start(*three.a.node, std::move(there), soon());
-  REQUIRE(kept->wait(soon()));
-  kept->rethrow_if_failed();
-  sequence->close();
-  three.a.service->free(at_b.data(), at_b.size(), soon());
-  CHECK(comes_true([&] { return free_blocks(three.b.pool()) == 8; }));
-  CHECK(kept->done());
-}
-
-TEST_CASE("blocks that were given back before a recall was over stay in the views of them") {
-  const Three three(8, "sock");
-  const Addresses at_b = three.a.borrow("b", 2);
-  fill_values(three.b.pool(), at_b, 0, 0.5F);
-  const auto sequence = sequence_of(*three.a.node, at_b);
-  three.a.service->begin_peer_events();
-  std::thread recalling([&] {
-    const RecallResult result = three.b.service->recall("a", at_b, Waiting(soon()));
-    CHECK(result.returned == 2);
-    CHECK(result.freed + result.quarantined == 0);
-  });
-  CHECK(comes_true([&] {
-    const auto event = three.a.service->next_peer_event();
-    return event && event->kind == PeerEvent::Kind::kRecalled;
-  }));
-  three.a.service->free(at_b.data(), at_b.size(), soon());
-  recalling.join();
-  const auto attend = Attend::start(*three.a.node, request_of({sequence}), soon());
-  REQUIRE(attend->wait(soon()));
-  attend->rethrow_if_failed();
-  CHECK(finished(*attend).front() == all_of_value(0.5F));
-}
-
-TEST_CASE("a view that a peer refuses leaves nothing held anywhere") {
-  const Three three(8);
-  const Addresses at_b = three.a.borrow("b", 1);
-  const Addresses at_c = three.a.borrow("c", 2);
-  three.a.service->free(&at_c[1], 1, soon());
-  const Addresses here = alloc(three.a.pool(), 1);
-  const Addresses with_stale = Addresses{here[0], at_b[0], at_c[0], at_c[1]};
-  CHECK(code_of([&] { sequence_of(*three.a.node, with_stale); }) == ErrorCode::kStaleAddress);
-  const auto sequence = sequence_of(*three.a.node, here);
-  CHECK(code_of([&] { sequence->append({&with_stale[1], 3}, 4 * kPage, soon()); }) == ErrorCode::kStaleAddress);
-  CHECK(code_of([&] { sequence->append({&with_stale[1], 2}, 4 * kPage, soon()); }) == ErrorCode::kArgument);
-  CHECK(sequence->addresses() == here);
-  for (const Address address : {at_b[0], at_c[0]}) three.a.service->free(&address, 1, soon());
-  CHECK(comes_true([&] { return free_blocks(three.b.pool()) == 8 && free_blocks(three.c.pool()) == 8; }));
 }
 
 TEST_CASE("attention never fails or reads old blocks while blocks move between pools") {
@@ -352,34 +210,6 @@ TEST_CASE("attention never fails or reads old blocks while blocks move between p
   CHECK_FALSE(over.exchange(true));
   engine.join();
   CHECK(sequence->addresses() == now);
-}
-
-TEST_CASE("blocks that were recalled are stale to the attention, and free for their owner") {
-  const Three three(8);
-  const Addresses at_b = three.a.borrow("b", 3);
-  fill_values(three.b.pool(), at_b, 0, 1.0F);
-  const auto sequence = sequence_of(*three.a.node, at_b);
-  const auto other = sequence_of(*three.a.node, Addresses{at_b[0]});
-  const RecallResult result = three.b.service->recall("a", Addresses{at_b[1]}, Waiting(monotonic_ns() + 20'000'000));
-  CHECK(result.freed + result.quarantined == 1);
-  CHECK(comes_true([&] { return free_blocks(three.b.pool()) == 6; }));
-  const auto attend = Attend::start(*three.a.node, request_of({sequence}), soon());
-  REQUIRE(attend->wait(soon()));
-  CHECK(code_of([&] { attend->rethrow_if_failed(); }) == ErrorCode::kStaleAddress);
-  CHECK(sequence->lost() == std::vector<TokenRange>{{kPage, 2 * kPage}});
-  const Addresses again = three.a.borrow("b", 1);  // the same peer
-  fill_values(three.b.pool(), again, 0, 1.0F);
-  CHECK(sequence->replace(1, again, soon()) == Addresses{at_b[1]});
-  for (int i = 0; i < 2; ++i) {
-    const auto mended = Attend::start(*three.a.node, request_of({sequence}), soon());
-    REQUIRE(mended->wait(soon()));
-    mended->rethrow_if_failed();
-    CHECK(finished(*mended).front() == all_of_value(1.0F));
-  }
-  CHECK(sequence->lost().empty());
-  const auto intact = Attend::start(*three.a.node, request_of({other}), soon());
-  REQUIRE(intact->wait(soon()));
-  CHECK(finished(*intact).front() == all_of_value(1.0F));
 }
 
 TEST_CASE("a peer that dies costs the tokens that it had and no others") {
@@ -471,45 +301,11 @@ TEST_CASE("a peer's memory that is not mapped is not read from here") {
   CHECK_NOTHROW(attend->rethrow_if_failed());
 }
 
-TEST_CASE("blocks that are being read from here stay as they are when they are recalled, or the link ends") {
-  for (const bool recall : {true, false}) {
-    CAPTURE(recall);
-    Three three(8);
-    const Addresses at_b = three.a.borrow("b", 2);
-    fill_values(three.b.pool(), at_b, 0, 1.25F);
-    const auto sequence = sequence_of(*three.a.node, at_b);
-    Attend::Request request = request_of({sequence});
-    request.where = AttendWhere::kHere;
-    auto reading = std::make_unique<Attend>(*three.a.node, std::move(request));  // nobody computes yet
-    std::thread parting;
-    if (recall) {
-      const RecallResult result = three.b.service->recall("a", at_b, Waiting(monotonic_ns() + 20'000'000));
-      CHECK(result.quarantined == 2);
-      CHECK(result.freed == 0);
-    } else {
-      parting = std::thread([&] { three.b.service->disconnect("a"); });
-      CHECK(comes_true([&] { return sequence->lost().size() == 1; }));
-    }
-    CHECK(free_blocks(three.b.pool()) == 6);
-    CHECK(reading->wait(soon()));
-    reading->rethrow_if_failed();
-    CHECK(finished(*reading).front() == all_of_value(1.25F));
-    reading.reset();
-    CHECK(comes_true([&] { return free_blocks(three.b.pool()) == 8; }));
-    if (parting.joinable()) parting.join();
-    three.b.pool().audit();
-  }
-}
-
-TEST_CASE("attention that is late or cancelled ends at once here and soon at the peer") {
+TEST_CASE("attention that is cancelled ends at once, and says so only if it was") {
   const Three three(8);
   const auto sequence = sequence_of(*three.a.node, three.a.borrow("b", 2));
   Attend::Request there = request_of({sequence});
   there.where = AttendWhere::kThere;
-  const auto late = Attend::start(*three.a.node, Attend::Request(there), monotonic_ns());
-  REQUIRE(late->wait(soon()));
-  const auto failure = error_of([&] { late->rethrow_if_failed(); });
-  CHECK((!failure || failure->code() == ErrorCode::kDeadline));  // an answer may be faster than the clock
   for (int round = 0; round < 20; ++round) {
     const auto cancelled = Attend::start(*three.a.node, Attend::Request(there), soon());
     const bool was_first = cancelled->cancel();

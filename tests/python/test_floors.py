@@ -55,7 +55,8 @@ PYTHON_FLOORS: dict[str, set[str]] = {
     "pool": {"errors", "arguments", "types", "config", "_core", "alloc", "index", "transfer", "cluster", "peers"},
     "policy": {"errors", "types", "index"},  # pure: data in, plans out
     "ranks": {"errors", "types", "_core", "transfer", "pool"},
-    "control": {"errors", "types", "config", "_core", "alloc", "index", "transfer", "cluster", "pool", "policy"},
+    "control": {"errors", "types", "config", "waiting", "_core", "alloc", "index", "transfer", "cluster", "pool"}
+    | {"policy"},
     "observe": {"errors", "types", "_core", "index", "transfer", "peers", "pool"},
     "sim": {"errors", "types", "index", "policy"},
     "cli": {"_core", "alloc", "cluster", "config", "control", "errors", "index", "policy", "pool", "sim", "transfer"}

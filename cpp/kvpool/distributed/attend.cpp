@@ -34,9 +34,7 @@ Error in_batch(const Error& refused, const RemotePart& part, std::uint32_t block
               "peer " + part.session->peer().name + " no longer holds some of the blocks: " + refused.what());
   for (std::size_t i = 0; i < part.positions.size(); ++i) {
     for (const TokenRange& range : part.asked.items[i].ranges) {
-      const std::uint64_t first = range.begin / block_tokens;
-      const std::uint64_t end = (range.end - 1) / block_tokens + 1;
-      if (part.views[i]->missing({first, end - first}).empty()) continue;
+      if (part.views[i]->missing(blocks_of(range, block_tokens)).empty()) continue;
       error.add("position", static_cast<std::int64_t>(part.positions[i]));
       error.add("begin", static_cast<std::int64_t>(range.begin));
       error.add("end", static_cast<std::int64_t>(range.end));
@@ -111,10 +109,7 @@ Attend::Attend(PeerNode& node, Request&& request)
   make_plan(away);
 }
 
-std::uint64_t Attend::token_bytes() const noexcept {
-  const PageFormat& format = node_.pool().layout().format;
-  return std::uint64_t{2} * format.kv_heads * format.head_dim * dtype_bytes(format.dtype);
-}
+std::uint64_t Attend::token_bytes() const noexcept { return kv_token_bytes(node_.pool().layout().format); }
 
 std::vector<Attend::Away> Attend::find_away(const Request& request) const {
   std::vector<Away> away;
@@ -172,10 +167,8 @@ void Attend::add_entries_here(AttendRequest& here, std::vector<Away>& away) {
     std::optional<ReadableBlocks> blocks;
     const auto failure = failure_of([&] { blocks = one.view->read(); });
     if (failure && failure->code() != ErrorCode::kPeerLost) throw Error(*failure);
-    const std::uint64_t block_tokens = node_.pool().layout().block_tokens;
-    const std::uint64_t first = one.range.begin / block_tokens;
-    const std::uint64_t end = (one.range.end - 1) / block_tokens + 1;
-    if (failure || !blocks->runs->find({first, end - first})) {  // the peer says what became of it
+    const BlockRange wanted = blocks_of(one.range, node_.pool().layout().block_tokens);
+    if (failure || !blocks->runs->find(wanted)) {  // the peer says what became of it
       one.from_here = false;
       continue;
     }

@@ -69,9 +69,8 @@ void AttendTask::add_item(const AttendEntry& entry, const TokenRange& range) {
   item.query_begin = entry.query_begin;
   item.number = entry.number;
   if (range.tokens() > 0) {
-    const std::uint64_t first = range.begin / rows_.block_tokens;
-    const std::uint64_t end = (range.end - 1) / rows_.block_tokens + 1;
-    const auto addresses = entry.blocks.runs->find({first, end - first});
+    const BlockRange blocks = blocks_of(range, rows_.block_tokens);
+    const auto addresses = entry.blocks.runs->find(blocks);
     if (!addresses) {
       throw Error(ErrorCode::kStaleAddress,
                   "some of the blocks with tokens [" + std::to_string(range.begin) + ", " + std::to_string(range.end) +
@@ -85,7 +84,7 @@ void AttendTask::add_item(const AttendEntry& entry, const TokenRange& range) {
     places_of(entry.blocks).fill(*addresses, table.data(), table.data() + n);
     item.k_blocks = {table.data(), n};
     item.v_blocks = {table.data() + n, n};
-    item.table_begin = first * rows_.block_tokens;
+    item.table_begin = blocks.first * rows_.block_tokens;
   }
   items_.push_back(item);
 }
@@ -94,7 +93,7 @@ void AttendTask::add_item(const AttendEntry& entry, const TokenRange& range) {
 std::uint64_t AttendTask::bytes_read() const noexcept {
   std::uint64_t tokens = 0;
   for (const AttendItem& item : items_) tokens += item.range.tokens();
-  return tokens * kv_token_bytes(rows_);
+  return tokens * kv_token_bytes(pool_.layout().format);
 }
 
 AttendCall AttendTask::call() const noexcept {

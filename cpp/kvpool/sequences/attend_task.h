@@ -41,8 +41,8 @@ struct AttendRequest {
 };
 
 // Of K and V of one token of a layer.
-inline std::uint64_t kv_token_bytes(const KVRows& rows) noexcept {
-  return std::uint64_t{2} * rows.kv_heads * rows.head_dim * dtype_bytes(rows.dtype);
+inline std::uint64_t kv_token_bytes(const PageFormat& format) noexcept {
+  return std::uint64_t{2} * format.kv_heads * format.head_dim * dtype_bytes(format.dtype);
 }
 
 class AttendTask {

@@ -13,6 +13,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "kvpool/attention/token_range.h"
 #include "kvpool/base/address.h"
 
 namespace kvpool {
@@ -25,6 +26,12 @@ struct BlockRange {
   std::uint64_t end() const noexcept { return first + count; }
   bool operator==(const BlockRange&) const = default;
 };
+
+// The blocks that these tokens are in. REQUIRES: there is one.
+inline BlockRange blocks_of(const TokenRange& tokens, std::uint64_t block_tokens) noexcept {
+  const std::uint64_t first = tokens.begin / block_tokens;
+  return {first, (tokens.end - 1) / block_tokens + 1 - first};
+}
 
 class BlockRuns {
  public:

@@ -59,11 +59,6 @@ void LentAttends::leave(std::uint64_t peer) noexcept {
   if (--entry->second == 0) of_peers_.erase(entry);
 }
 
-std::uint32_t LentAttends::under_way() const {
-  const std::lock_guard lock(mutex_);
-  return under_way_;
-}
-
 void LentAttends::start(std::uint64_t peer, const CallPointer& call, AttendBody&& body, AttendRequest&& request) {
   admit(peer);
   std::shared_ptr<Job> job;

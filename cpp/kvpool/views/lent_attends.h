@@ -33,8 +33,6 @@ class LentAttends {
   // moved to the request, whose entries are those of `body`. Throws kBusy when too many run or wait, std::bad_alloc.
   void start(std::uint64_t peer, const CallPointer& call, AttendBody&& body, AttendRequest&& request);
   bool computes() const noexcept { return most_ > 0; }
-  // Calls that run or wait.
-  std::uint32_t under_way() const;
   // Returns when all have ended. Idempotent.
   void stop() noexcept { calls_.stop(); }
 
@@ -49,7 +47,7 @@ class LentAttends {
   Pool& pool_;
   Attender& attender_;
   const std::uint32_t most_;
-  mutable std::mutex mutex_;  // guards the next two
+  std::mutex mutex_;  // guards the next two
   std::uint32_t under_way_ = 0;
   std::unordered_map<std::uint64_t, std::uint32_t> of_peers_;  // that have any
   std::atomic<std::int64_t> mean_ns_{1'000'000};               // of one call, lately

@@ -38,11 +38,6 @@ std::shared_ptr<SequenceBlocks> PeerViews::find(std::uint64_t view) const {
   return entry == views_.end() ? nullptr : entry->second.blocks;
 }
 
-std::size_t PeerViews::views() const {
-  const std::lock_guard lock(mutex_);
-  return views_.size();
-}
-
 // Calls of one peer that change its views run one after another; a recall and the end of the link may come meanwhile.
 void PeerViews::on_view(const ViewBody& body) {
   SequenceBlocks::check_pool(pool_);

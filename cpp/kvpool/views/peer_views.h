@@ -45,8 +45,6 @@ class PeerViews final : public PeerReads, public std::enable_shared_from_this<Pe
   void on_reader_gone() noexcept override;
   bool awaits_proof() const noexcept override;
 
-  std::size_t views() const;
-
  private:
   struct View {
     std::shared_ptr<SequenceBlocks> blocks;

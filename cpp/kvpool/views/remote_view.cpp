@@ -43,6 +43,9 @@ void RemoteView::add(std::uint64_t first, std::span<const Address> addresses, co
     auto runs = std::make_shared<BlockRuns>(*runs_);
     runs->add(first, addresses);
     runs_ = std::move(runs);
+    all_mapped_ = all_mapped_ && spans_ != nullptr && std::ranges::all_of(addresses, [&](Address address) {
+                    return block_of(address) < (*spans_)[medium_of(address)].blocks;
+                  });
   }
   try {
     while (!addresses.empty()) {
@@ -127,10 +130,7 @@ std::vector<BlockRange> RemoteView::missing(const BlockRange& blocks) const {
 bool RemoteView::is_readable(const BlockRange& blocks) const {
   if (spans_ == nullptr) return false;
   const std::lock_guard lock(mutex_);
-  const auto addresses = runs_->find(blocks);
-  return addresses && std::ranges::all_of(*addresses, [&](Address address) {
-           return block_of(address) < (*spans_)[medium_of(address)].blocks;
-         });
+  return all_mapped_ && runs_->find(blocks).has_value();
 }
 
 ReadableBlocks RemoteView::read() {

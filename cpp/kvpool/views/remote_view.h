@@ -75,6 +75,7 @@ class RemoteView final : public LoanWatch, public std::enable_shared_from_this<R
   std::shared_ptr<const BlockRuns> runs_ = std::make_shared<BlockRuns>();  // never changed: readings share it
   std::vector<Removed> removed_;                                           // until the peer has been told
   std::uint64_t removals_ = 0;
+  bool all_mapped_ = true;  // the mapping has every block that was ever in the view: looked at once, not in each call
   Readings readings_;
 };
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy.typing as npt
 from kvpool._core import KVSequence, Pool, Transfer
 from kvpool.errors import ArgumentError, Busy, DeadlineExceeded, Error, OutOfBlocks, PeerLost, Unsupported
 from kvpool.types import DRAM
+from kvpool.waiting.handles import carry_out
 
 __all__ = ["bring_home", "offload"]
 
@@ -80,7 +82,7 @@ def _send(
     pool = sequence._pool
     lent = pool.alloc(len(moving), medium, instance=peer, timeout=timeout)
     try:
-        _carried_out([pool.transfer(peer, old, to=lent, timeout=timeout)])
+        carry_out([partial(pool.transfer, peer, old, to=lent, timeout=timeout)])
         sequence._switch(moving.tolist(), old, lent, set_backs, timeout)
     except BaseException:
         with contextlib.suppress(Error):  # a peer that is gone has its blocks back
@@ -114,20 +116,22 @@ def bring_home(sequence: KVSequence, blocks: int, *, medium: int = DRAM, timeout
     moving = _some(np.flatnonzero(owners), blocks, "with peers", first=False)
     old, owners = addrs[moving], owners[moving]
     groups = [np.flatnonzero(owners == owner) for owner in np.unique(owners)]
-    fetches: list[Transfer] = []
+    fetches: list[Transfer] = []  # begun; one that fails frees its blocks itself
+
+    def fetch(group: _Blocks) -> Transfer:
+        fetches.append(pool.fetch(None, old[group], medium=medium, timeout=timeout))
+        return fetches[-1]
+
     try:
-        for group in groups:
-            fetches.append(pool.fetch(None, old[group], medium=medium, timeout=timeout))
-        _carried_out(fetches)
+        carry_out([partial(fetch, group) for group in groups])
         new = np.empty_like(old)
-        for group, fetch in zip(groups, fetches, strict=True):
-            new[group] = fetch.addrs
+        for group, fetched in zip(groups, fetches, strict=True):
+            new[group] = fetched.addrs
         sequence._switch(moving.tolist(), old, new, set_backs, timeout)
     except BaseException:
-        _ended(fetches)  # one that fails frees its blocks itself
-        for fetch in fetches:
-            if fetch.exception() is None:
-                pool.free(fetch.addrs)
+        for fetched in fetches:
+            if fetched.exception() is None:
+                pool.free(fetched.addrs)
         raise
     return old
 
@@ -154,25 +158,6 @@ def _takers(pool: Pool, to: str | None) -> Iterator[_Taker]:
         random.shuffle(names)
     for i, name in enumerate(names, 1):
         yield _Taker(name, may_fail=i < len(names))
-
-
-def _carried_out(transfers: Sequence[Transfer]) -> None:
-    """Waits for all, and raises what the first of them has failed with."""
-    try:
-        failures = [failure for transfer in transfers if (failure := transfer.exception()) is not None]
-    except BaseException:  # Ctrl-C
-        _ended(transfers)
-        raise
-    if failures:
-        raise failures[0]
-
-
-def _ended(transfers: Sequence[Transfer]) -> None:
-    """Cancels all and waits until nothing writes to their destinations."""
-    for transfer in transfers:
-        transfer.cancel()
-    for transfer in transfers:
-        transfer.exception()
 
 
 KVSequence.offload = offload  # type: ignore[method-assign, assignment]

@@ -184,17 +184,15 @@ class Lending:
             DeadlineExceeded: Another call that moves blocks took too long.
             ClosedError: This is closed, or the pool.
         """
-        deadline = self._deadline(timeout)
-        with self._turn(deadline):
-            self._check_open()
+
+        def plan() -> Iterable[policy.Payback]:
             with self._lock:
                 self._members.apply()
                 wanted = self._members.wanted()
             room = max(0, self._stats().free - self._reserve)
-            home = self._bring_all(policy.plan_payback(self._borrowing.loans(), room, wanted, self._leaf), deadline)
-        if home:
-            self._tell()
-        return home
+            return policy.plan_payback(self._borrowing.loans(), room, wanted, self._leaf)
+
+        return self._bring_home(plan, timeout)
 
     def give_back(self, addrs: AddressLike, *, timeout: float | None = None) -> int:
         """Brings home blocks that a creditor recalls, as far as there is any room, the reserve included.
@@ -213,14 +211,11 @@ class Lending:
             DeadlineExceeded: Another call that moves blocks took too long.
             ClosedError: This is closed, or the pool.
         """
-        deadline = self._deadline(timeout)
-        with self._turn(deadline):
-            self._check_open()
-            loans = self._borrowing.loans(among=addrs)
-            home = self._bring_all(policy.plan_payback(loans, self._stats().free, leaf=self._leaf), deadline)
-        if home:
-            self._tell()
-        return home
+
+        def plan() -> Iterable[policy.Payback]:
+            return policy.plan_payback(self._borrowing.loans(among=addrs), self._stats().free, leaf=self._leaf)
+
+        return self._bring_home(plan, timeout)
 
     def watch(self, sequence: LentSequence) -> None:
         """Lets `payback` bring home blocks of a sequence that the engine offloaded by itself. Any thread."""
@@ -303,6 +298,16 @@ class Lending:
                 Part(move.first, addrs[move.first : move.first + move.blocks], lent[move.creditor][begin:end], name)
             )
         return parts
+
+    def _bring_home(self, plan: Callable[[], Iterable[policy.Payback]], timeout: float | None) -> int:
+        """What the plan says, which is made when it is this call's turn; how many blocks have come home."""
+        deadline = self._deadline(timeout)
+        with self._turn(deadline):
+            self._check_open()
+            home = self._bring_all(plan(), deadline)
+        if home:
+            self._tell()
+        return home
 
     def _bring_all(self, plan: Iterable[policy.Payback], deadline: Deadline) -> int:
         """How many blocks have come home; what a creditor does not give up now stays there."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from kvpool.control.lending.pools import Addresses, Handle, LendingPool, LentSequence
+from kvpool.control.lending.pools import Addresses, LendingPool, LentSequence
 from kvpool.errors import DeadlineExceeded, Error
+from kvpool.waiting.handles import carry_out
 
 __all__ = ["Deadline", "Part", "bring", "give_up", "send"]
 
@@ -46,14 +47,14 @@ def send(pool: LendingPool, sequence: LentSequence, parts: Sequence[Part], set_b
     `set_backs`: of the sequence, before the parts were made.
     """
     left_s = deadline.left("send blocks")
-    _carry_out([partial(pool.transfer, part.member, part.old, to=part.new, timeout=left_s) for part in parts])
+    carry_out([partial(pool.transfer, part.member, part.old, to=part.new, timeout=left_s) for part in parts])
     _switch(sequence, parts, set_backs, deadline)
 
 
 def bring(pool: LendingPool, sequence: LentSequence, part: Part, set_backs: int, deadline: Deadline) -> None:
     """Fetches a part into blocks of this pool, and switches to them."""
     left_s = deadline.left("fetch blocks")
-    _carry_out([partial(pool.fetch, None, part.old, to=part.new, timeout=left_s)])
+    carry_out([partial(pool.fetch, None, part.old, to=part.new, timeout=left_s)])
     _switch(sequence, [part], set_backs, deadline)
 
 
@@ -64,23 +65,6 @@ def give_up(pool: LendingPool, addrs: Addresses) -> None:
     """
     with contextlib.suppress(Error):
         pool.free(addrs)
-
-
-def _carry_out(begin: Sequence[Callable[[], Handle]]) -> None:
-    """Begins all, and waits for all: blocks may be freed only when nothing is written to them."""
-    handles: list[Handle] = []
-    try:
-        for one in begin:
-            handles.append(one())
-        failures = [failure for handle in handles if (failure := handle.exception()) is not None]
-    except BaseException:  # one could not begin; or Ctrl-C
-        for handle in handles:
-            handle.cancel()
-        for handle in handles:
-            handle.exception()
-        raise
-    if failures:
-        raise failures[0]
 
 
 def _switch(sequence: LentSequence, parts: Sequence[Part], set_backs: int, deadline: Deadline) -> None:

@@ -8,19 +8,11 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Addresses", "Handle", "LendingPool", "LentSequence"]
+from kvpool.waiting.handles import Handle
+
+__all__ = ["Addresses", "LendingPool", "LentSequence"]
 
 Addresses = npt.NDArray[np.uint64]
-
-
-class Handle(Protocol):
-    """A transfer that is under way."""
-
-    def exception(self, timeout: float | None = None) -> Exception | None:
-        """Waits for its end; why it failed, or None."""
-
-    def cancel(self) -> bool:
-        """Asks for its end."""
 
 
 class LentSequence(Protocol):
