@@ -44,7 +44,7 @@ Error in_batch(const Error& refused, const RemotePart& part, std::uint32_t block
   return error;
 }
 
-// A peer that is busy or late takes as long as it says, or as it took to be too late.
+// A peer that is too late takes at least as long as it had, and one that is busy a millisecond more than its refusal.
 void note_refusal(const RemotePart& part, const Error& error, std::uint64_t token_bytes) noexcept {
   if (error.code() != ErrorCode::kBusy && error.code() != ErrorCode::kDeadline) return;
   constexpr std::int64_t kBusyNs = 1'000'000;
