@@ -9,6 +9,7 @@ PYTHON ?= python3
 JOBS ?= 2
 TORCH ?= torch==2.13.0
 NIXL ?= nixl-cu13==1.5.1
+TRITON ?= triton==3.9.0
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -86,6 +87,12 @@ $(DONE)/nixl: $(DONE)/venv Makefile | $(DONE)/torch
 	@if $(PIP) --no-deps "$(NIXL)"; then touch $@; else echo "$(NIXL) cannot be installed for $$($(BIN)/python --version); \
 	what needs it is skipped" >&2; fi
 
+# Interprets the kernels of attention for GPUs in the tests, and compiles them.
+$(DONE)/triton: $(DONE)/venv Makefile | $(DONE)/nixl
+	$(call say,Triton ($(TRITON)))
+	@if $(PIP) --no-deps "$(TRITON)"; then touch $@; else echo "$(TRITON) cannot be installed for $$($(BIN)/python --version); \
+	what needs it is skipped" >&2; fi
+
 $(DONE)/module-release $(DONE)/module-tests: $(DONE)/module-%: $(CPP_SOURCES) | $(DONE)/tools
 	$(call say,Extension module in build/$*)
 	@rm -f $(DONE)/module-release $(DONE)/module-tests
@@ -93,7 +100,7 @@ $(DONE)/module-release $(DONE)/module-tests: $(DONE)/module-%: $(CPP_SOURCES) | 
 	@touch $@
 
 # What the tests need of others, so that the compiler and the network are busy at the same time.
-$(DONE)/requirements: pyproject.toml tools/requirements.py | $(DONE)/nixl
+$(DONE)/requirements: pyproject.toml tools/requirements.py | $(DONE)/triton
 	$(call say,Requirements of the tests)
 	@$(BIN)/python tools/requirements.py demo test dev >$@.txt
 	@$(PIP) -r $@.txt
@@ -175,7 +182,7 @@ set-up: $(DONE)/tools
 
 # The Python tests mostly wait, for peers, leases and deadlines; compilers use what they leave.
 .PHONY: python-and-builds
-python-and-builds: $(DONE)/torch $(DONE)/nixl $(DONE)/module-tests $(DONE)/package-dev
+python-and-builds: $(DONE)/torch $(DONE)/nixl $(DONE)/triton $(DONE)/module-tests $(DONE)/package-dev
 	@$(MAKE) --no-print-directory -j2 python-test builds
 
 .PHONY: builds
@@ -186,7 +193,7 @@ builds: $(DONE)/tools
 	test -z "$$failed"
 
 .PHONY: planted
-planted: $(DONE)/torch $(DONE)/module-tests $(DONE)/package-dev ## plant bugs in a copy of the tree; say which test catches each
+planted: $(DONE)/torch $(DONE)/triton $(DONE)/module-tests $(DONE)/package-dev ## plant bugs in a copy of the tree; say which test catches each
 	$(call say,Planted bugs)
 	@$(BIN)/python -m tools.planted_bugs --cmake=-DKVPOOL_SCRIPTS_PYTHON=$(CURDIR)/$(BIN)/python $(PLANTED)
 
@@ -209,7 +216,7 @@ in_parts = $(BIN)/python .ci/shards.py $(REPORTS)/$(1) $(PARTS) $(PARTS_AT_ONCE)
 # Three calls, all of them under KVPOOL_CI even if one fails. PYTEST_ARGS may name tests of some of the calls alone: then the
 # others end with status 5.
 .PHONY: python-test
-python-test: $(DONE)/torch $(DONE)/nixl $(DONE)/module-tests $(DONE)/package-dev ## Python tests
+python-test: $(DONE)/torch $(DONE)/nixl $(DONE)/triton $(DONE)/module-tests $(DONE)/package-dev ## Python tests
 	$(call say,Python tests)
 	@mkdir -p $(REPORTS)
 	@$(took); failed=; none=; run() { status=0; $(BIN)/python -m pytest -q "$$@" $(PYTEST_ARGS) || status=$$?; \

@@ -119,6 +119,7 @@ def _no_network_namespace() -> bool:
 # A pattern that the reason begins with, and what must be so on this machine for the reason to be true.
 FAIR_SKIPS: list[tuple[str, Callable[[], bool]]] = [
     (r"could not import 'torch'|torch is not installed", _without("torch")),
+    (r"triton is not installed", _without("triton")),
     (r"could not import '_testcapi'", _without("_testcapi")),
     (r"could not import 'cupy'|cupy is not installed", _without("cupy")),
     (r"could not import 'nixl_cu13'", _without("nixl_cu13")),

@@ -8,6 +8,13 @@ from tools.planted_kit import Bug, in_cpp
 
 __all__ = ["ATTENTION_BUGS"]
 
+
+def in_triton(name: str, failure: str, old: str, new: str, file: str = "kernels") -> Bug:
+    """A bug of the kernels for GPUs, which run in Triton's interpreter."""
+    tests = ("python/cuda/test_attention_kernels.py",)
+    return Bug(name, "attend_gpu", failure, ((f"cuda/attention/{file}.py", old, new),), tests, build="python")
+
+
 ATTENTION_BUGS: Final[tuple[Bug, ...]] = (
     Bug(
         "nothing-with-nothing",
@@ -161,5 +168,60 @@ ATTENTION_BUGS: Final[tuple[Bug, ...]] = (
             "ErrorCode::kClosed;\n  let_go(part);\n  end_part(failure ? &*failure",
         ),
         ("remote_attend_test.cpp",),
+    ),
+    in_triton(
+        "gpu-natural-exponential",
+        "scores in base 2 are taken for natural logarithms: tokens are weighted wrongly",
+        "p = tl.exp2(scores - base[:, None])",
+        "p = tl.exp(scores - base[:, None])",
+    ),
+    in_triton(
+        "gpu-nothing-in-a-leaf",
+        "a row that sees no token of a tile becomes NaN",
+        'base = tl.where(risen == float("-inf"), 0.0, risen)',
+        "base = risen",
+    ),
+    in_triton(
+        "gpu-nothing-with-nothing",
+        "a row that saw no token in two leaves becomes NaN when they are merged",
+        'return tl.where(own == float("-inf"), 0.0, exp2_of_difference(own - most))',
+        "return exp2_of_difference(own - most)",
+    ),
+    in_triton(
+        "gpu-heads-apart",
+        "query heads take turns at KV heads, where neighbours belong to one: plausible, wrong results for GQA",
+        "q_row = (row % query_tokens) * query_heads + head * group + row // query_tokens",
+        "q_row = (row % query_tokens) * query_heads + head + row // query_tokens * (query_heads // group)",
+    ),
+    in_triton(
+        "gpu-scale-twice",
+        "scores are scaled twice: every token has nearly the same weight",
+        'scores = tl.dot(queries, keys, input_precision="ieee") * scale_log2e',
+        'scores = tl.dot(queries, keys, input_precision="ieee") * scale_log2e * scale_log2e',
+    ),
+    in_triton(
+        "gpu-maximum-not-carried",
+        "what was accumulated is not scaled down when a later token has a higher score",
+        "acc = acc * weight[:, None]",
+        "acc = acc * 1.0",
+    ),
+    in_triton(
+        "gpu-bfloat16-as-float16",
+        "bfloat16 is read as float16: plausible, wrong results",
+        '"bfloat16": ("bf16", 2)',
+        '"bfloat16": ("fp16", 2)',
+        "variants",
+    ),
+    in_triton(
+        "gpu-unwritten-tail",
+        "tokens behind the last one are attended to",
+        "there = (token >= first) & (token < end)",
+        "there = token >= first",
+    ),
+    in_triton(
+        "gpu-one-weight-for-both",
+        "a merge weighs both sides by the left one's maximum",
+        "weight_b = weight_of(b, most)",
+        "weight_b = weight_of(a, most)",
     ),
 )
