@@ -24,9 +24,9 @@ bool comes_true(Holds holds) {
   return false;
 }
 
-struct Member {
-  explicit Member(const std::string& name, std::uint32_t blocks = 64, std::uint32_t attend_lent_max = 64,
-                  const std::string& route = "", std::uint32_t transfers_max = 4096)
+struct AttendMember {
+  explicit AttendMember(const std::string& name, std::uint32_t blocks = 64, std::uint32_t attend_lent_max = 64,
+                        const std::string& route = "", std::uint32_t transfers_max = 4096)
       : node(make_attendable_node(blocks)) {
     ServiceOptions options;
     options.transfers_max = transfers_max;
@@ -37,7 +37,9 @@ struct Member {
     service = &node->start_service(options);
   }
   Pool& pool() const { return node->pool(); }
-  void meet(const Member& other) const { service->connect(other.service->listen(unix_address()), real_seconds(60)); }
+  void meet(const AttendMember& other) const {
+    service->connect(other.service->listen(unix_address()), real_seconds(60));
+  }
   Addresses borrow(const std::string& peer, std::size_t n) const {
     return service->alloc(peer, n, Medium::kHbm, /*may_evict=*/true, soon());
   }
@@ -54,15 +56,15 @@ struct Three {
   }
   // Whose block it is.
   Pool& pool_of(Address address) const {
-    for (const Member* member : {&b, &c}) {
+    for (const AttendMember* member : {&b, &c}) {
       if (instance_of(address) == member->pool().instance()) return member->pool();
     }
     return a.pool();
   }
 
-  Member a;
-  Member b;
-  Member c;
+  AttendMember a;
+  AttendMember b;
+  AttendMember c;
 };
 
 inline Addresses operator+(Addresses left, const Addresses& right) {

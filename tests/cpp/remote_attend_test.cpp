@@ -65,7 +65,7 @@ std::vector<float> output(const PartialAttention& part, std::uint64_t tokens) {
 TEST_CASE("the result has the same bits wherever whole leaves of a sequence lie") {
   const std::uint32_t blocks = 3 * kLeafBlocks + 5;
   const std::uint64_t tokens = blocks * kPage - 2;
-  const Member one("one", blocks);
+  const AttendMember one("one", blocks);
   const Addresses all = alloc(one.pool(), blocks);
   fill_randomly([&](Address) -> Pool& { return one.pool(); }, all);
   const auto whole = sequence_of(*one.node, all, tokens);
@@ -87,7 +87,7 @@ TEST_CASE("the result has the same bits wherever whole leaves of a sequence lie"
 }
 
 TEST_CASE("where a leaf is cut the result is right within rounding and says that it is not exact") {
-  const Member one("one");
+  const AttendMember one("one");
   const Addresses all = alloc(one.pool(), 12);
   fill_randomly([&](Address) -> Pool& { return one.pool(); }, all);
   const Three three;
@@ -157,9 +157,9 @@ TEST_CASE("long queries and answers are spread over several calls") {
 }
 
 TEST_CASE("a peer that asks for much does not keep another from being served") {
-  const Member a("a", 4);
-  const Member c("c", 4);
-  const Member b("b", 1024, 2, "sock");
+  const AttendMember a("a", 4);
+  const AttendMember c("c", 4);
+  const AttendMember b("b", 1024, 2, "sock");
   a.meet(b);
   c.meet(b);
   const auto of_a = sequence_of(*a.node, a.borrow("b", 900));
@@ -245,9 +245,9 @@ TEST_CASE("a peer that dies costs the tokens that it had and no others") {
 }
 
 TEST_CASE("a peer that computes for too many calls refuses more, and one that computes for none refuses all") {
-  const Member a("a", 4);
-  const Member busy("busy", 1024, 1, "sock");  // whose memory is not mapped
-  const Member none("none", 4, 0);
+  const AttendMember a("a", 4);
+  const AttendMember busy("busy", 1024, 1, "sock");  // whose memory is not mapped
+  const AttendMember none("none", 4, 0);
   a.meet(busy);
   a.meet(none);
   const auto of_none = sequence_of(*a.node, a.borrow("none", 1));
@@ -274,8 +274,8 @@ TEST_CASE("a peer that computes for too many calls refuses more, and one that co
 }
 
 TEST_CASE("what a peer is too busy for is read from here where its memory is mapped") {
-  const Member a("a", 4);
-  const Member b("b", 1024, 1);
+  const AttendMember a("a", 4);
+  const AttendMember b("b", 1024, 1);
   a.meet(b);
   const Addresses at_b = a.borrow("b", 1024);
   fill_values(b.pool(), at_b, 0, 2.5F);
@@ -315,10 +315,10 @@ TEST_CASE("attention that is cancelled ends at once, and says so only if it was"
 }
 
 TEST_CASE("two pools that lend to each other do not wait for each other") {
-  const Member a("a");
-  const Member b("b");
+  const AttendMember a("a");
+  const AttendMember b("b");
   a.meet(b);
-  const auto run = [](const Member& here, const std::string& peer) {
+  const auto run = [](const AttendMember& here, const std::string& peer) {
     const auto sequence = sequence_of(*here.node, here.borrow(peer, 16));
     for (int i = 0; i < 100; ++i) {
       const auto attend = Attend::start(*here.node, request_of({sequence}), soon());

@@ -31,8 +31,8 @@ TEST_CASE("a peer holds what is viewed until the sequence is closed or the borro
 }
 
 TEST_CASE("blocks that are let go are let go however busy the peer is") {
-  const Member a("a", 8);
-  const Member b("b", 64, 64, "", 1);  // admits one call of each verb at a time
+  const AttendMember a("a", 8);
+  const AttendMember b("b", 64, 64, "", 1);  // admits one call of each verb at a time
   a.meet(b);
   const Addresses at_b = a.borrow("b", 40);
   std::vector<std::shared_ptr<Sequence>> sequences;
