@@ -76,8 +76,8 @@ NodePointer make_node(std::uint32_t block_tokens, std::vector<std::size_t> piece
                       const py::object& block_dim, py::handle engine_allocates, const py::object& shape,
                       const py::object& parallel, int device, const std::string& policy, int copy_threads,
                       const std::string& huge_pages, int numa_node, bool check_memory, const std::string& pin_dram,
-                      const std::string& device_memory, bool audit, bool zero_on_alloc, double timeout_s,
-                      int attend_threads) {
+                      const std::string& device_memory, bool audit, bool zero_on_alloc, std::int64_t lend_max,
+                      double timeout_s, int attend_threads) {
   const auto blocks = [](const py::object& argument, const char* name) {
     const std::size_t count = count_from(argument, name);
     if (count > kBlocksMax) {
@@ -111,6 +111,7 @@ NodePointer make_node(std::uint32_t block_tokens, std::vector<std::size_t> piece
   options.pin_dram = pin_dram == "always" || (pin_dram == "auto" && options.device >= 0);
   options.audit = audit;
   options.zero_on_alloc = zero_on_alloc;
+  options.lend_max = lend_max;
   const GilReleased released;
   return {new PeerNode(PoolPointer(new Pool(options), destroy<Pool>), make_ranks,
                        static_cast<std::int64_t>(timeout_s * 1e9), attend_threads),  // checked by kvpool.Settings
@@ -236,7 +237,7 @@ void bind_pool(py::module_& module) {
            py::arg("engine_allocates"), py::arg("shape"), py::arg("parallel"), py::arg("device"), py::arg("policy"),
            py::arg("copy_threads"), py::arg("huge_pages"), py::arg("numa_node"), py::arg("check_memory"),
            py::arg("pin_dram"), py::arg("device_memory"), py::arg("audit"), py::arg("zero_on_alloc"),
-           py::arg("timeout_s"), py::arg("attend_threads"))
+           py::arg("lend_max"), py::arg("timeout_s"), py::arg("attend_threads"))
       .def("alloc", &alloc, py::arg("n"), py::arg("medium") = static_cast<int>(Medium::kHbm), py::arg("evict") = true,
            py::kw_only(), py::arg("instance") = py::none(), py::arg("timeout") = py::none(),
            py::arg("stream") = py::none(), R"(Allocates n blocks, all or nothing.

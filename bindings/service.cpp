@@ -12,6 +12,7 @@
 
 #include "bind.h"
 #include "kvpool/net/connect/endpoint.h"
+#include "kvpool/pool/peer_claims.h"
 #include "vectors.h"
 
 namespace kvpool::bindings {
@@ -54,6 +55,7 @@ std::vector<std::string> start_service(PeerNode& node, const py::object& setting
   options.transports.nccl_limits.thread_blocks_max = setting<int>(settings, "nccl_thread_blocks");
   options.transfers_max = setting<std::uint32_t>(settings, "transfers_max");
   options.reserved_max = setting<std::uint32_t>(settings, "reserved_max");
+  options.viewed_max = setting<std::uint32_t>(settings, "viewed_max");
   options.received_max = setting<std::uint32_t>(settings, "received_max");
   options.attend_lent_max = setting<std::uint32_t>(settings, "attend_lent_max");
   const GilReleased released;
@@ -257,6 +259,12 @@ void bind_service(py::module_& module, PoolClass& pool) {
       .def("_begin_peer_events", [](PeerNode& self) { return service_of(self).begin_peer_events(); })
       .def("_next_peer_event", &next_peer_event)
       .def("_end_peer_events", [](PeerNode& self) { service_of(self).end_peer_events(); })
+      .def_property(
+          "_lend_max", [](PeerNode& self) { return self.pool().for_peers().lend_max(); },
+          [](PeerNode& self, std::int64_t blocks) {
+            self.pool().guard();
+            self.pool().for_peers().set_lend_max(blocks);
+          })
       .def("_recall", &recall, py::arg("peer"), py::arg("blocks"), py::arg("count"), py::arg("timeout"))
       .def("_peers", &peers)
       .def("_transfer_totals", &transfer_totals)

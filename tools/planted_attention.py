@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from tools.planted_kit import Bug, in_cpp
+from tools.planted_kit import Bug, in_cpp, in_python
 
 __all__ = ["ATTENTION_BUGS"]
 
@@ -168,6 +168,32 @@ ATTENTION_BUGS: Final[tuple[Bug, ...]] = (
             "ErrorCode::kClosed;\n  let_go(part);\n  end_part(failure ? &*failure",
         ),
         ("remote_attend_test.cpp",),
+    ),
+    Bug(
+        "reactor-blocked",
+        "views",
+        "attention for a peer is computed in the thread that reads links: leases and other peers wait for it",
+        in_cpp(
+            "views/lent_attends.cpp",
+            "calls_.run(peer, priority, [this, job = std::move(job)] { carry_out(*job); });",
+            "static_cast<void>(priority);\n  carry_out(*job);",
+        ),
+        ("remote_attend_test.cpp",),
+    ),
+    Bug(
+        "lend-cap-ignored",
+        "pool",
+        "two borrowers that ask at once together get more than the pool lends: its own requests find no block",
+        in_cpp("pool/pool_allocator.cpp", "if (lent + wanted <= most) return;", "if (wanted <= most) return;"),
+        ("lend_limit_test.cpp",),
+    ),
+    Bug(
+        "staging-reused",
+        "control",
+        "the next chunk of a prompt is computed into blocks that are still being sent to a creditor: wrong bytes",
+        in_python("control/lending/prefilling.py", "while len(self._sent) > 1:", "while len(self._sent) > 2:"),
+        ("python/test_lending.py",),
+        build="python",
     ),
     in_triton(
         "gpu-natural-exponential",

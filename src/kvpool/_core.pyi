@@ -267,6 +267,7 @@ class Pool:
         device_memory: str,
         audit: bool,
         zero_on_alloc: bool,
+        lend_max: int,
         timeout_s: float,
         attend_threads: int,
     ) -> None: ...
@@ -492,6 +493,7 @@ class Pool:
     def _begin_peer_events(self) -> int: ...
     def _next_peer_event(self) -> dict[str, Any] | None: ...  # the fields of a PeerEvent
     def _end_peer_events(self) -> None: ...
+    _lend_max: int  # -1: no limit
     def _recall(  # returns the fields of a RecallResult
         self, peer: str, blocks: object, count: int, timeout: float | None
     ) -> dict[str, Any]: ...

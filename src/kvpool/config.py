@@ -88,6 +88,9 @@ class Settings:
         nccl_thread_blocks: Thread blocks of the GPU that a transfer by "nccl" may take from the model; 0: NCCL decides.
         transfers_max: The most transfers of one peer in progress; above it the peer gets Busy.
         reserved_max: The most blocks reserved for and lent to one peer together; above it the peer gets Busy.
+        lend_max: The most blocks lent to all peers together, of all media; above it peers get Busy. -1: no limit.
+            `Pool.peers.lend_max` changes it while the pool is in use.
+        viewed_max: The most blocks of this pool that one peer views for attention; above it the peer gets Busy.
         received_max: The most items that wait for the application (`Pool.inbox`); above it peers get Busy. A sixteenth
             of it, at least one, is reserved for each peer.
         attend_lent_max: The most attention calls of peers that run or wait in this pool; above it peers get Busy. 0: it
@@ -122,6 +125,8 @@ class Settings:
     nccl_thread_blocks: int = 0
     transfers_max: int = 4096
     reserved_max: int = 1 << 20
+    lend_max: int = -1
+    viewed_max: int = 1 << 20
     received_max: int = 65536
     attend_lent_max: int = 64
 
@@ -150,6 +155,8 @@ _RANGES: Final[dict[str, tuple[float, float]]] = {
     "nccl_thread_blocks": (0, 64),
     "transfers_max": (1, 1 << 20),
     "reserved_max": (1, 1 << 26),
+    "lend_max": (-1, 1 << 40),
+    "viewed_max": (1, 1 << 26),
     "received_max": (1, 1 << 24),
     "attend_lent_max": (0, 1 << 16),
 }

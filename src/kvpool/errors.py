@@ -245,11 +245,12 @@ class DeadlineExceeded(Error, TimeoutError):
 
 
 class Busy(Error):
-    """One peer's limit of running or waiting requests is reached. Nothing is wrong: try again later."""
+    """A limit is reached: of one peer's running or waiting requests, or of what this pool lends. Try again later."""
 
     retry_after_us: int  # a hint
     limit: int
     requested: int
+    free: int  # how many blocks it would lend, where it lends too few
 
 
 class Cancelled(Error):

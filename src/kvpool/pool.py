@@ -27,7 +27,7 @@ _log = logging.getLogger("kvpool")
 # Of the settings, those that the core takes when a pool is made; the others are for peers.
 _LOCAL_SETTINGS = (
     "policy", "copy_threads", "huge_pages", "numa_node", "check_memory", "pin_dram", "device_memory", "audit",
-    "zero_on_alloc", "timeout_s",
+    "zero_on_alloc", "lend_max", "timeout_s",
 )  # fmt: skip
 
 _DIGITS_MAX = 4  # of the number of a GPU

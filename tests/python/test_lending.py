@@ -112,3 +112,113 @@ def test_a_creditor_that_closes_costs_only_what_it_had(url):
 
 def owners(seq):
     return {kvpool.decode_address(addr).instance for addr in seq.addrs}
+
+
+# ---- prompts that do not fit
+
+
+def compute(prefill, pool, big):
+    """Writes what `big`, a sequence of another pool, has; attends with both behind each chunk."""
+    (whole, whole_pool), results = big, []
+    memory, source = pool.tensor(kvpool.DRAM).numpy(), whole_pool.tensor(kvpool.DRAM).numpy()
+    for chunk in prefill:
+        blocks = kvpool.block_ids(whole.addrs)[chunk.first // 256 : -(-chunk.end // 256)]
+        assert len(blocks) == len(chunk.addrs)
+        for layer in range(LAYOUT.layers):
+            memory[kvpool.block_ids(chunk.addrs), layer] = source[blocks, layer]
+            chunk.send_layer(layer)
+        prefill.sequence.tokens = whole.tokens = chunk.end
+        results.append((attention(pool, prefill.sequence), attention(whole_pool, whole)))
+    return results
+
+
+@contextlib.contextmanager
+def whole_prompt(blocks):
+    with kvpool.Pool(LAYOUT, hbm_blocks=0, dram_blocks=blocks) as pool:
+        yield filled(pool, blocks), pool
+
+
+def test_a_long_prompt_is_streamed_to_creditors_behind_its_computation(url):
+    with members(url, 24, 12, 12) as [(a, lending), (b, _), (c, _)], whole_prompt(34) as big:
+        tokens = 33 * 256 + 100
+        with lending.prefill(tokens) as prefill:
+            results = compute(prefill, a, big)
+        assert len(results) == 9  # leaves
+        assert all(np.array_equal(*pair) for pair in results)
+        seq = prefill.sequence
+        assert seq.tokens == tokens
+        assert (seq.instances != 0).tolist() == [False] * 8 + [True] * 20 + [False] * 6
+        assert sorted((b.stats().dram.lent, c.stats().dram.lent)) == [8, 12]
+        assert a.stats().dram.free == 24 - 14
+        assert np.array_equal(attention(a, seq), results[-1][1])
+        used = a.alloc(2, kvpool.DRAM)
+        assert lending.payback() == 8  # two leaves: it is one of lending's sequences now
+        assert np.array_equal(attention(a, seq), results[-1][1])
+        a.free(used)
+        seq.close()
+        a.free(seq.addrs)
+        assert all(pool.stats().dram.free == pool.stats().dram.capacity for pool in (a, b, c))
+
+
+def test_chunks_may_be_smaller_than_a_leaf(url):
+    with members(url, 16, 8, 8) as [(a, lending), _, _], whole_prompt(26) as big:
+        with lending.prefill(26 * 256, chunk_tokens=300) as prefill:
+            results = compute(prefill, a, big)
+        assert len(results) == 13
+        for here, whole in results:  # while a leaf is partly here and partly there it is rounded differently
+            np.testing.assert_allclose(here, whole, rtol=1e-5, atol=1e-6)
+        assert np.array_equal(attention(a, prefill.sequence), results[-1][1])
+        a.free(prefill.sequence.addrs)
+
+
+def test_a_prompt_that_fits_stays_here(url):
+    with members(url, 16, 8) as [(a, lending), (b, _)], whole_prompt(16) as big:
+        with lending.prefill(16 * 256) as prefill:
+            results = compute(prefill, a, big)
+        assert len(results) == 4
+        assert all(np.array_equal(*pair) for pair in results)
+        assert not prefill.sequence.instances.any()
+        assert (b.stats().dram.lent, a.stats().dram.free) == (0, 0)
+        a.free(prefill.sequence.addrs)
+
+
+def test_a_prompt_that_fits_nowhere_leaves_nothing_borrowed(url):
+    with members(url, 16, 8) as [(a, lending), (b, _)]:
+        with pytest.raises(kvpool.OutOfBlocks):
+            lending.prefill(30 * 256, chunk_tokens=512)
+        with pytest.raises(kvpool.ArgumentError):
+            lending.prefill(0)
+        assert (a.stats().dram.free, b.stats().dram.free) == (16, 8)
+
+
+@pytest.mark.parametrize("chunks", [0, 1, 4, 6])
+def test_a_prompt_that_is_abandoned_leaves_nothing(url, chunks):
+    with members(url, 16, 16) as [(a, lending), (b, _)]:
+        with lending.prefill(26 * 256, chunk_tokens=512) as prefill:
+            for number, chunk in enumerate(prefill):
+                if number == chunks:
+                    break
+                chunk.send_layer(0)
+        with pytest.raises(kvpool.StateError):
+            _ = prefill.sequence
+        with pytest.raises(kvpool.StateError):
+            next(iter(prefill))
+        eventually(lambda: (a.stats().dram.free, b.stats().dram.free) == (16, 16))
+
+
+def test_a_layer_that_was_not_sent_is_an_error_and_leaves_nothing(url):
+    with members(url, 16, 16) as [(a, lending), (b, _)]:
+        with pytest.raises(kvpool.StateError, match="layer"), lending.prefill(26 * 256, chunk_tokens=512) as prefill:
+            for _ in prefill:
+                pass
+        eventually(lambda: (a.stats().dram.free, b.stats().dram.free) == (16, 16))
+
+
+def test_a_creditor_that_dies_ends_the_prefill_and_the_others_get_their_blocks_back(url):
+    with members(url, 16, 8, 8) as [(a, lending), (b, _), (c, _)]:
+        with pytest.raises(kvpool.PeerLost), lending.prefill(26 * 256, chunk_tokens=512) as prefill:
+            for number, chunk in enumerate(prefill):
+                if number == 4:
+                    b.close()
+                chunk.send_layer(0)
+        eventually(lambda: (a.stats().dram.free, c.stats().dram.free) == (16, 8))

@@ -254,7 +254,9 @@ void Service::write(WriteJob&& job) {
 }
 
 std::shared_ptr<PeerReads> Service::make_reads(const PeerMetadata& peer, bool by_mapping) {
-  return std::make_shared<PeerViews>(pool_, lent_attends_, peer.incarnation, by_mapping);
+  ViewLimits limits;
+  limits.blocks_max = options_.viewed_max;
+  return std::make_shared<PeerViews>(pool_, lent_attends_, peer.incarnation, by_mapping, limits);
 }
 
 void Service::tick_by(std::int64_t at_ns) {

@@ -24,8 +24,12 @@ class PeerClaims {
   PeerClaims(CacheBlocks& blocks, PromptCache& cache, PoolAllocator& allocator, PoolGuard& guard) noexcept
       : blocks_(blocks), cache_(cache), allocator_(allocator), guard_(guard) {}
 
+  // From now on at most so many blocks are lent at a time, of all media and to all peers; -1: no limit. What is lent
+  // above it stays lent.
+  void set_lend_max(std::int64_t blocks) noexcept { allocator_.set_lend_max(blocks); }
+  std::int64_t lend_max() const noexcept { return allocator_.lend_max(); }
   // Takes n blocks to `to` (reserved or lent) for an owner, as alloc does; without `evict`, returns false when too few
-  // are free.
+  // are free. Throws kBusy for blocks to lend above lend_max().
   bool take(std::size_t n, MediumChoice medium, BlockState to, std::uint64_t incarnation, std::uint32_t mark,
             bool evict, Address* out);
   // Frees reserved, lent or quarantined blocks; those that an engine allocates become active again, as before the fetch

@@ -68,7 +68,9 @@ Pool::Pool(const PoolOptions& options, SpaceShare share)
       cache_(std::make_unique<PromptCache>(*blocks_, options.layout.block_tokens, options.policy, options.audit)),
       moves_(std::make_unique<TierMoves>(*blocks_, *cache_, *memory_, guard_, *this, *executor_)),
       allocator_(std::make_unique<PoolAllocator>(*blocks_, *cache_, *moves_, *memory_, guard_, options.zero_on_alloc)),
-      claims_(std::make_unique<PeerClaims>(*blocks_, *cache_, *allocator_, guard_)) {}
+      claims_(std::make_unique<PeerClaims>(*blocks_, *cache_, *allocator_, guard_)) {
+  claims_->set_lend_max(options.lend_max);
+}
 
 Pool::~Pool() {
   if (guard_.in_child()) {

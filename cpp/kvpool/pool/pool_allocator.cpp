@@ -1,8 +1,17 @@
 #include "kvpool/pool/pool_allocator.h"
 
+#include <algorithm>
+#include <cstdint>
+#include <string>
+
 #include "kvpool/base/error.h"
 
 namespace kvpool {
+namespace {
+
+constexpr std::int64_t kRetryAfterUs = 100'000;  // loans last long
+
+}  // namespace
 
 void PoolAllocator::check_kept(MediumChoice medium) {
   if (medium != Medium::kDisk) return;
@@ -21,6 +30,7 @@ bool PoolAllocator::try_take(std::size_t n, MediumChoice medium, const BlockOwne
   check(medium);
   SpaceLock lock = blocks_.lock();
   guard_.check();
+  check_lent(owner, n);
   if (!blocks_.take(n, medium, owner.state, out)) return false;
   hand_over(lock, owner, out, n);
   return true;
@@ -33,8 +43,31 @@ void PoolAllocator::take_evicting(std::size_t n, MediumChoice medium, const Bloc
   auto reclaim = moves_.reclaiming();
   SpaceLock lock = blocks_.lock();
   guard_.check();
+  check_lent(owner, n);
   moves_.take_evicting(reclaim, lock, n, medium, owner.state, out, after);
+  try {
+    check_lent(owner, 0);  // others may have been lent while the lock was let go of
+  } catch (...) {
+    blocks_.release(out, n);
+    throw;
+  }
   hand_over(lock, owner, out, n);
+}
+
+// Whether so many more may be lent, in addition to those that are. REQUIRES: the lock is held.
+void PoolAllocator::check_lent(const BlockOwner& owner, std::size_t more) const {
+  const std::int64_t most = lend_max();
+  if (owner.state != BlockState::kLent || most < 0) return;
+  std::int64_t lent = 0;
+  for (const Medium medium : kMedia) lent += blocks_.store(medium).count(BlockState::kLent);
+  const auto wanted = static_cast<std::int64_t>(more);
+  if (lent + wanted <= most) return;
+  throw Error(ErrorCode::kBusy,
+              "this pool lends " + std::to_string(most) + " blocks at most, and " + std::to_string(lent) + " are lent",
+              {{"requested", wanted},
+               {"limit", most},
+               {"free", std::max<std::int64_t>(0, most - lent)},
+               {"retry_after_us", kRetryAfterUs}});
 }
 
 // Lets go of the lock: nobody else knows of the blocks while they are filled with zeros, which a borrower could read

@@ -3,7 +3,9 @@
 // Thread-safety: all of it.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
+#include <cstdint>
 
 #include "kvpool/blocks/cache_blocks.h"
 #include "kvpool/cuda/stream.h"
@@ -22,13 +24,18 @@ class PoolAllocator {
       : blocks_(blocks), cache_(cache), moves_(moves), memory_(memory), guard_(guard), zeroes_(zeroes) {}
 
   bool zeroes() const noexcept { return zeroes_; }
+  // From now on at most so many blocks are lent at a time, of all media and to all peers; -1: no limit. What is lent
+  // above it stays lent.
+  void set_lend_max(std::int64_t blocks) noexcept { lend_max_.store(blocks, std::memory_order_relaxed); }
+  std::int64_t lend_max() const noexcept { return lend_max_.load(std::memory_order_relaxed); }
   // Checks a request. Throws kUnsupported for DISK, kState for HBM that an engine allocates, and what
   // PoolGuard::check() throws.
   void check(MediumChoice medium) const;
   // Throws kUnsupported for DISK.
   static void check_kept(MediumChoice medium);
 
-  // Takes n blocks for this owner if they are free; false if not.
+  // Takes n blocks for this owner if they are free; false if not. Here and below: throws kBusy for blocks to lend above
+  // lend_max().
   bool try_take(std::size_t n, MediumChoice medium, const BlockOwner& owner, Address* out);
   // The same, making room: HBM moves to DRAM, DRAM is dropped, the least recently used first. `after`: as in
   // Pool::swap_out. Throws kOutOfBlocks.
@@ -36,6 +43,7 @@ class PoolAllocator {
                      const CallerStream& after);
 
  private:
+  void check_lent(const BlockOwner& owner, std::size_t more) const;
   void hand_over(SpaceLock& lock, const BlockOwner& owner, const Address* addresses, std::size_t n);
 
   CacheBlocks& blocks_;
@@ -44,6 +52,7 @@ class PoolAllocator {
   PoolMemory& memory_;
   PoolGuard& guard_;
   const bool zeroes_;
+  std::atomic<std::int64_t> lend_max_{-1};
 };
 
 }  // namespace kvpool

@@ -39,6 +39,7 @@ struct PoolOptions {
   bool pin_dram = false;               // required for a pool with both tiers whose HBM is on a GPU
   bool audit = false;                  // after every verb
   bool zero_on_alloc = false;          // fills allocated blocks with zeros
+  std::int64_t lend_max = -1;          // blocks lent to all peers together; -1: no limit
   std::uint32_t first_generation = 0;  // of the blocks; 0: unlike other pools'. For tests that replay bit by bit
   // Set for the scheduler of a logical instance: it counts and indexes blocks whose memory is in ranks.
   std::optional<Sharding> sharding;

@@ -11,6 +11,7 @@ import numpy as np
 
 from kvpool import _core
 from kvpool.arguments import flag_from, int_from
+from kvpool.errors import ArgumentError
 from kvpool.peers.callback import PeerCallback, PeerEvent, RecallResult
 from kvpool.peers.info import PeerInfo
 from kvpool.peers.service import NetworkedPool
@@ -41,6 +42,28 @@ class Peers:
     def name(self) -> str | None:
         """The pool's name among its peers: the setting ``name``. None before the first listen, connect or attach."""
         return self._pool._name()
+
+    @property
+    def lend_max(self) -> int | None:
+        """How many blocks may be lent at a time, of all media and to all peers; None: no limit.
+
+        It begins with the setting ``lend_max``. A peer that would get more, gets Busy. What is lent above a new limit
+        stays lent: `recall` asks for it.
+
+        Raises:
+            ArgumentError: Set to a number below 0.
+            ArgumentTypeError: Set to what is neither an int nor None.
+            ClosedError: Set in a closed pool.
+        """
+        limit = self._pool._lend_max
+        return None if limit < 0 else limit
+
+    @lend_max.setter
+    def lend_max(self, blocks: int | None) -> None:
+        limit = -1 if blocks is None else int_from(blocks, "lend_max")
+        if blocks is not None and limit < 0:
+            raise ArgumentError(f"lend_max is {limit}; it must be 0 or more, or None", value=limit)
+        self._pool._lend_max = min(limit, 1 << 40)
 
     def listen(self, address: str = "tcp:127.0.0.1:0") -> str:
         """Lets peers connect. May be called for several addresses.

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from kvpool import DRAM, Member, MemberEvent, OutOfBlocks, PeerLost, StateError
+from kvpool import DRAM, Busy, Member, MemberEvent, OutOfBlocks, PeerLost, StateError
 from kvpool.control.lending import Lending
 
 BLOCK_TOKENS = 256  # four blocks are a leaf
@@ -92,6 +92,18 @@ class FakeHandle:
         return False
 
 
+class FakePeers:
+    def __init__(self, pool):
+        self.pool = pool
+        self.lend_max = None
+
+    def __iter__(self):
+        counts: dict[int, int] = {}
+        for addr in self.pool.borrowed:
+            counts[addr >> 50] = counts.get(addr >> 50, 0) + 1
+        return iter([SimpleNamespace(instance=owner, borrowed_blocks=count) for owner, count in counts.items()])
+
+
 class FakePool:
     """Content is a number for each block, so that a block that was not copied is seen."""
 
@@ -108,15 +120,9 @@ class FakePool:
         self.refusal = None  # of what it is asked for by peers
         self.moving_failure = None  # of its transfers
         self.asked: list[str] = []
+        self.peers = FakePeers(self)
         self.closed = False
         town.pools[name] = self
-
-    @property
-    def peers(self):
-        counts: dict[int, int] = {}
-        for addr in self.borrowed:
-            counts[addr >> 50] = counts.get(addr >> 50, 0) + 1
-        return [SimpleNamespace(instance=owner, borrowed_blocks=count) for owner, count in counts.items()]
 
     def stats(self):
         tier = SimpleNamespace(capacity=self.blocks, free=len(self.free_blocks), lent=len(self.lent))
@@ -133,6 +139,9 @@ class FakePool:
                 raise PeerLost("it is gone")
             if owner.refusal is not None:
                 raise owner.refusal
+            limit = owner.peers.lend_max
+            if limit is not None and len(owner.lent) + n > limit:
+                raise Busy("so much it does not lend", free=max(0, limit - len(owner.lent)))
         if len(owner.free_blocks) < n:
             error = OutOfBlocks("no room")
             error.free = len(owner.free_blocks)

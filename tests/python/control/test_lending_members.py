@@ -93,16 +93,31 @@ def test_nobody_is_asked_for_more_than_its_cap(is_published):
     assert len(b.lent) == 8
 
 
-def test_what_is_lent_beyond_the_cap_is_wanted_back_and_comes_back():
-    """Two that read the same row may together go beyond it."""
+def test_two_that_read_the_same_row_do_not_go_beyond_the_cap_together():
     town = Town()
     a, lending = enter(town, 1, 40)
-    b, b_lending = enter(town, 2, 100, lend_max=8)
+    b, _ = enter(town, 2, 100, lend_max=12)
+    c, c_lending = enter(town, 3, 40)
+    d, _ = enter(town, 4, 4)
+    seq, other = FakeSequence(a, 36), FakeSequence(c, 36)
+    lending.offload(seq, 8)
+    c_lending.offload(other, 8)  # b has not published yet that it lends 8: it refuses 8 and then lends 4, d the rest
+    assert (len(b.lent), len(d.lent)) == (12, 4)
+    assert c.asked.count("m2") == 2
+    for each in (seq, other):
+        each.check()
+
+
+def test_what_is_lent_beyond_a_lowered_cap_is_wanted_back_and_comes_back():
+    town = Town()
+    a, lending = enter(town, 1, 40)
+    b, b_lending = enter(town, 2, 100, lend_max=20)
     c, c_lending = enter(town, 3, 18)
     seq, other = FakeSequence(a, 18), FakeSequence(c, 18)
     lending.offload(seq, 8)
-    c_lending.offload(other, 8)  # b has not published yet that it has reached its cap
+    c_lending.offload(other, 8)
     assert len(b.lent) == 16
+    b.peers.lend_max = 8
     b_lending.publish()
     assert (b_lending.row.wants, b_lending.row.can_lend) == (8, 0)
     assert lending.payback() >= 8

@@ -82,6 +82,30 @@ def test_the_blocks_of_one_peer_are_limited(route):
 
 
 @pytest.mark.parametrize("route", NEAR_ROUTES)
+def test_the_blocks_that_a_pool_lends_are_limited(route):
+    with pair_of(route, b={"lend_max": 4}) as pair:
+        lent = pair.a.alloc(3, instance=pair.to_b)
+        with pytest.raises(kvpool.Busy) as caught:
+            pair.a.alloc(2, instance=pair.to_b)
+        assert (caught.value.limit, caught.value.requested, caught.value.free) == (4, 2, 1)
+        assert caught.value.retry_after_us > 0
+        pair.b("setattr(pool.peers, 'lend_max', 2)")
+        with pytest.raises(kvpool.Busy):
+            pair.a.alloc(1, instance=pair.to_b)
+        assert pair.b("pool.stats().hbm.lent") == 3
+        pair.a.free(lent[:2])
+        more = pair.a.alloc(1, instance=pair.to_b)
+        pair.b("setattr(pool.peers, 'lend_max', None)")
+        assert pair.b("pool.peers.lend_max") is None
+        pair.a.free([*lent[2:], *more, *pair.a.alloc(6, instance=pair.to_b)])
+        assert pair.b("pool.stats().hbm.lent") == 0
+        for wrong in (-1, 1.5, "4", True):
+            with pytest.raises((kvpool.ArgumentError, kvpool.ArgumentTypeError)):
+                pair.a.peers.lend_max = wrong
+        assert pair.a.peers.lend_max is None
+
+
+@pytest.mark.parametrize("route", NEAR_ROUTES)
 def test_transfers_under_way_are_limited(route):
     with pair_of(route, a={"transfers_max": 2}, b={"transfers_max": 2}) as pair:
         addrs = pair.a.alloc(3)

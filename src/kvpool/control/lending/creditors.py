@@ -66,7 +66,7 @@ class Creditors:
                     size = 1 << (size - 1).bit_length() - 1  # parts of a leaf are powers of two
                 else:
                     raise OutOfBlocks(
-                        f"offload: the members lend {blocks - left} of {blocks} blocks",
+                        f"the members lend {blocks - left} of {blocks} blocks",
                         requested=blocks,
                         free=blocks - left,
                     )
@@ -106,5 +106,5 @@ class Creditors:
 
 def _lendable(error: Error, blocks: int) -> int:
     """What a refusal says that the member can lend: less than it was asked for."""
-    free = getattr(error, "free", 0) if isinstance(error, OutOfBlocks) else 0
+    free = getattr(error, "free", 0) if isinstance(error, OutOfBlocks | Busy) else 0
     return min(max(0, free or 0), blocks - 1)

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Final
 
@@ -22,6 +22,7 @@ from kvpool.control.lending.creditors import Creditors
 from kvpool.control.lending.members import LendingMembers, row_json, this_host
 from kvpool.control.lending.moving import Deadline, Part, bring, give_up, send
 from kvpool.control.lending.pools import Addresses, LendingPool, LentSequence
+from kvpool.control.lending.prefilling import Prefill
 from kvpool.control.lending.sequences import Borrowing
 from kvpool.errors import (
     ArgumentError,
@@ -56,8 +57,8 @@ class Lending:
         pool: Attached to the cluster.
         cluster: Of this pool.
         medium: Where blocks are short: blocks of it go, and they come home to it. Creditors lend this medium.
-        lend_max: So many blocks others are to have at a time; None: all. Borrowers read it from this member's row. Two
-            that read the same row may together go beyond it; what is too much is wanted back at once.
+        lend_max: So many blocks others are to have at a time: sets `Pool.peers.lend_max`, which the pool keeps. An
+            engine may change that at any time; what is lent above it is wanted back. None: as the pool has it.
         reserve: So many free blocks are not offered, and not used up by what comes home.
         tail: So many last blocks of each sequence stay here; None: a leaf of 1,024 tokens.
 
@@ -86,7 +87,8 @@ class Lending:
         self._registration: Registration = registration
         self._medium = Medium(medium)
         self._capacity: int = self._stats().capacity
-        self._lend_max = self._capacity if lend_max is None else _count("lend_max", lend_max, 0)
+        if lend_max is not None:
+            _count("lend_max", lend_max, 0)
         self._reserve = _count("reserve", reserve, 0)
         self._leaf = _leaf_blocks(pool.kv_layout.block_tokens)
         self._tail = self._leaf if tail is None else _count("tail", tail, 1)
@@ -97,6 +99,8 @@ class Lending:
         self._version = time.monotonic_ns()  # goes on where an earlier one of this process ended
         self._members = LendingMembers(cluster, _FORGIVE_HEARTBEATS * cluster.heartbeat_s)
         self._creditors = Creditors(pool, registration, self._medium, self._members, self._lock)
+        if lend_max is not None:
+            pool.peers.lend_max = lend_max
         self._stop = threading.Event()
         self._end = weakref.finalize(self, _end, self._stop, self._members.close)
         self.publish()
@@ -165,6 +169,69 @@ class Lending:
             self._pool.free(np.concatenate([part.old for part in parts]))
         self._tell()
         return sum(gone.values())
+
+    def prefill(self, tokens: int, *, chunk_tokens: int | None = None, timeout: float | None = None) -> Prefill:
+        """Makes room for a prompt, borrowing what does not fit here, and streams its later blocks to creditors.
+
+        Early blocks and the tail stay here; what lies between goes to creditors in whole leaves. The engine computes
+        chunk after chunk, and each layer of a chunk travels while the next one is computed:
+
+            with lending.prefill(len(prompt)) as prefill:
+                for chunk in prefill:
+                    for layer in range(layers):
+                        compute(layer, prompt[chunk.first : chunk.end], into=chunk.addrs, over=prefill.sequence)
+                        chunk.send_layer(layer)
+            seq = prefill.sequence
+
+        Args:
+            tokens: Of the prompt.
+            chunk_tokens: So many are computed at a time; None: a leaf of 1,024. Rounded up to blocks. Two chunks are
+                kept here beside what stays. With chunks of whole leaves attention has the same bits as over a prompt
+                that lies here; with others it is rounded differently while a leaf is on its way.
+            timeout: Seconds to make room, and to send a chunk; None: the pool's setting ``timeout_s``.
+
+        Returns:
+            The chunks, and the sequence. Leave it with an exception, and all blocks are freed here and there.
+
+        Raises:
+            OutOfBlocks: What is free here, cached prompts included, and what members lend is too little.
+            ArgumentError: A number is below 1.
+            DeadlineExceeded: There was no room in time.
+            ClosedError: This is closed, or the pool.
+            Nothing is borrowed or allocated then.
+        """
+        size = self._pool.kv_layout.block_tokens
+        blocks = -(-_count("tokens", tokens, 1) // size)
+        chunk = self._leaf if chunk_tokens is None else -(-_count("chunk_tokens", chunk_tokens, 1) // size)
+        deadline = self._deadline(timeout)
+        with self._turn(deadline):
+            self._check_open()
+            stats = self._stats()
+            room = stats.free + stats.evictable
+
+            def plan(lent: Mapping[int, int]) -> policy.PrefillPlan:
+                made = policy.plan_prefill(blocks, room, lent, chunk, self._leaf, self._tail)
+                if made.missing:
+                    raise OutOfBlocks(
+                        f"prefill: {made.missing} of {blocks} blocks fit neither here nor at the members",
+                        requested=blocks,
+                        free=blocks - made.missing,
+                    )
+                return made
+
+            lent = self._creditors.borrow(blocks - plan({0: blocks}).home, deadline)
+            try:
+                made = plan({creditor: len(addrs) for creditor, addrs in lent.items()})
+                with self._lock:
+                    names = {creditor: self._members.name(creditor) for creditor in lent}
+                left_s = deadline.left("make room")
+                home = self._pool.alloc(made.home + made.staging, int(self._medium), True, timeout=left_s)
+            except BaseException:
+                for addrs in lent.values():
+                    give_up(self._pool, addrs)
+                raise
+        seconds = self._pool.settings.timeout_s if timeout is None else timeout
+        return Prefill(self._pool, tokens, made, chunk, home, lent, names, seconds, self.watch)
 
     def payback(self, *, timeout: float | None = None) -> int:
         """Brings blocks home as far as there is room beyond the reserve.
@@ -344,6 +411,8 @@ class Lending:
 
     def _row(self) -> policy.Row:
         stats, record = self._stats(), self._registration.record
+        limit = self._pool.peers.lend_max
+        lend_max = stats.capacity if limit is None else min(limit, stats.capacity)
         debts = {
             peer.instance: peer.borrowed_blocks for peer in self._pool.peers if peer.instance and peer.borrowed_blocks
         }
@@ -354,10 +423,10 @@ class Lending:
             this_host(),
             stats.capacity,
             {self._medium: max(0, stats.free - self._reserve)},
-            self._lend_max,
+            lend_max,
             stats.lent,
             debts,
-            min(stats.lent, max(0, stats.lent - self._lend_max, self._reserve - stats.free)),
+            min(stats.lent, max(0, stats.lent - lend_max, self._reserve - stats.free)),
         )
 
     def _tell(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -38,6 +38,15 @@ class LentSequence(Protocol):
         """Puts copies in the place of all of these blocks, or of none if one has changed since `copied_at`."""
 
 
+class LendingPeers(Protocol):
+    """`Peers`: how many blocks they may borrow, and what this pool has borrowed."""
+
+    lend_max: int | None
+
+    def __iter__(self) -> Iterator[Any]:
+        """The connected peers: `instance`, and `borrowed_blocks`."""
+
+
 class LendingPool(Protocol):
     """A `Pool` that is a member of a cluster."""
 
@@ -54,8 +63,8 @@ class LendingPool(Protocol):
         """Whether it has ended."""
 
     @property
-    def peers(self) -> Iterable[Any]:
-        """The connected peers: `instance`, and `borrowed_blocks`."""
+    def peers(self) -> LendingPeers:
+        """Its `Peers`."""
 
     def stats(self) -> Any:
         """Has `hbm` and `dram`: how many blocks are free and lent."""
@@ -68,8 +77,13 @@ class LendingPool(Protocol):
     def free(self, addrs: Addresses) -> None:
         """Gives blocks back."""
 
-    def transfer(self, peer: str, blocks: Addresses, *, to: Addresses, timeout: float | None = None) -> Handle:
-        """Sends content to blocks that were borrowed."""
+    def sequence(self, addrs: Addresses, tokens: int) -> Any:
+        """A `KVSequence` of these blocks, of which so many tokens are written."""
+
+    def transfer(
+        self, peer: str, blocks: Addresses, *, to: Addresses, layerwise: bool = ..., timeout: float | None = None
+    ) -> Any:
+        """Sends content to blocks that were borrowed: a `Transfer`, or a `TransferStream`."""
 
     def fetch(self, peer: str | None, blocks: Addresses, *, to: Addresses, timeout: float | None = None) -> Handle:
         """Brings content of borrowed blocks here."""

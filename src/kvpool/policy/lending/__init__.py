@@ -10,6 +10,7 @@
     candidates, Search  three creditors to ask, drawn with weights, and three more after three refusals
     plan_offload        which blocks go to which creditors when memory runs short
     plan_payback        which come home when there is room
+    plan_prefill        where the blocks of a prompt go that is longer than the memory at home
     settle, steps       the cycles of debts that are brought home, and the order in which that has room
     Freeze, Freezes     what may not change meanwhile, and until when
 
@@ -30,6 +31,7 @@ from kvpool.policy.lending.offload import (
     plan_offload,
     plan_payback,
 )
+from kvpool.policy.lending.prefill import Away, PrefillPlan, plan_prefill
 from kvpool.policy.lending.settle import Settlement, Step, settle, settled, steps
 
 __all__ = [
@@ -37,6 +39,7 @@ __all__ = [
     "CANDIDATES",
     "LEAF_BLOCKS",
     "PUBLISHED_PART",
+    "Away",
     "Debts",
     "Freeze",
     "Freezes",
@@ -46,6 +49,7 @@ __all__ = [
     "Offload",
     "OffloadPlan",
     "Payback",
+    "PrefillPlan",
     "Row",
     "Search",
     "Settlement",
@@ -55,6 +59,7 @@ __all__ = [
     "freeze_of",
     "plan_offload",
     "plan_payback",
+    "plan_prefill",
     "settle",
     "settled",
     "steps",
