@@ -181,6 +181,17 @@ ATTENTION_BUGS: Final[tuple[Bug, ...]] = (
         ("remote_attend_test.cpp",),
     ),
     Bug(
+        "mapped-view-dropped",
+        "views",
+        "the end of a link is taken for proof that a stopped peer reads no more: it wakes, and reads another's tokens",
+        in_cpp(
+            "views/peer_views.cpp",
+            "std::erase_if(views_, [](const auto& entry) { return !entry.second.by_mapping; });",
+            "views_.clear();",
+        ),
+        ("remote_views_test.cpp",),
+    ),
+    Bug(
         "lend-cap-ignored",
         "pool",
         "two borrowers that ask at once together get more than the pool lends: its own requests find no block",
