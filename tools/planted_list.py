@@ -416,4 +416,28 @@ BUGS: Final[tuple[Bug, ...]] = (
         ("python/policy/test_lending_settlement.py",),
         build="python",
     ),
+    Bug(
+        "queue-left-out",
+        "sim",
+        "a simulated step does not wait for what a creditor computes for others: lending looks better than it is",
+        in_python(
+            "sim/lending_times.py",
+            "*(each.queue_s + each.round_trip_s + each.service_s for each in remote)",
+            "*(each.round_trip_s + each.service_s for each in remote)",
+        ),
+        ("python/sim/test_lending_times.py",),
+        build="python",
+    ),
+    Bug(
+        "simulated-cap-ignored",
+        "sim",
+        "a simulated creditor lends all that is free: contexts look longer than a fleet can serve",
+        in_python(
+            "sim/lending_memory.py",
+            "return max(0, min(self.free - self.reserve, self.lend_max - sum(self.lent.values())))",
+            "return max(0, self.free - self.reserve)",
+        ),
+        ("python/sim/test_lending_fleet.py",),
+        build="python",
+    ),
 )

@@ -5,6 +5,7 @@ Everything is seeded: the same arguments give the same results, byte for byte.
     clock       virtual time, and what happens when
     workload    requests with their arrivals and lengths: Poisson or from a trace
     routing_*   sessions, and instances with real indexes behind the global scheduler (MemServe's Fig 15)
+    lending_*   engines that borrow each other's memory and attention, beside other designs (Infinite-LLM's study)
     packing     KV caches that grow on GPUs under a scheduler, epoch by epoch (MELL's study)
 
 The simulator of whole clusters, behind `kvpool sim`; each stands on those above it:
