@@ -13,6 +13,8 @@
     plan_prefill        where the blocks of a prompt go that is longer than the memory at home
     settle, steps       the cycles of debts that are brought home, and the order in which that has room
     Freeze, Freezes     what may not change meanwhile, and until when
+    Settler             one member's part in settlements: it answers, coordinates, and says what is due
+    Said, Call, Answer  what it says to the others, and hears of them
 
 Everything here is pure: data in, plans out. Every member computes for itself from its own ledger; there is no master.
 docs/internals/lending.md says why the settlements keep what they promise.
@@ -21,6 +23,7 @@ docs/internals/lending.md says why the settlements keep what they promise.
 from kvpool.policy.lending.candidates import CANDIDATES, Search, Weights, candidates
 from kvpool.policy.lending.freeze import Freeze, Freezes, freeze_of
 from kvpool.policy.lending.ledger import BLOCKS_MAX, PUBLISHED_PART, Debts, Ledger, Row, worth_publishing
+from kvpool.policy.lending.messages import ANSWERS_MAX, FREEZE_S_MAX, Answer, Call, Said
 from kvpool.policy.lending.offload import (
     LEAF_BLOCKS,
     Held,
@@ -28,19 +31,26 @@ from kvpool.policy.lending.offload import (
     Offload,
     OffloadPlan,
     Payback,
+    payable,
     plan_offload,
     plan_payback,
 )
 from kvpool.policy.lending.prefill import Away, PrefillPlan, plan_prefill
 from kvpool.policy.lending.settle import Settlement, Step, settle, settled, steps
+from kvpool.policy.lending.settler import Due, Settler
 
 __all__ = [
+    "ANSWERS_MAX",
     "BLOCKS_MAX",
     "CANDIDATES",
+    "FREEZE_S_MAX",
     "LEAF_BLOCKS",
     "PUBLISHED_PART",
+    "Answer",
     "Away",
+    "Call",
     "Debts",
+    "Due",
     "Freeze",
     "Freezes",
     "Held",
@@ -51,12 +61,15 @@ __all__ = [
     "Payback",
     "PrefillPlan",
     "Row",
+    "Said",
     "Search",
     "Settlement",
+    "Settler",
     "Step",
     "Weights",
     "candidates",
     "freeze_of",
+    "payable",
     "plan_offload",
     "plan_payback",
     "plan_prefill",

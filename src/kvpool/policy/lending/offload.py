@@ -8,13 +8,23 @@ groups of half the size, and so on.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from kvpool.errors import ArgumentError
 from kvpool.policy.fields import count_of
 
-__all__ = ["LEAF_BLOCKS", "Held", "Loan", "Offload", "OffloadPlan", "Payback", "plan_offload", "plan_payback"]
+__all__ = [
+    "LEAF_BLOCKS",
+    "Held",
+    "Loan",
+    "Offload",
+    "OffloadPlan",
+    "Payback",
+    "payable",
+    "plan_offload",
+    "plan_payback",
+]
 
 LEAF_BLOCKS: Final = 64  # 1,024 tokens in blocks of 16
 
@@ -185,6 +195,26 @@ def plan_payback(
         Payback(loan.sequence, loan.creditor, begin, loan.first + loan.blocks - begin)
         for loan, begin in ((oldest[at], begin) for at, begin in found.items())
     )
+
+
+def payable(loans: Iterable[Loan], frozen: Mapping[int, int]) -> tuple[Loan, ...]:
+    """The loans without blocks that are frozen: those of the latest loans of each creditor, and the first of a loan.
+
+    Args:
+        loans: The loans of this member.
+        frozen: How many blocks each creditor's freeze covers.
+    """
+    oldest = sorted(loans, key=lambda loan: loan.since)
+    free = {creditor: -blocks for creditor, blocks in frozen.items()}
+    for loan in oldest:
+        free[loan.creditor] = free.get(loan.creditor, 0) + loan.blocks
+    found = []
+    for loan in oldest:
+        blocks = min(loan.blocks, free[loan.creditor])
+        if blocks > 0:
+            free[loan.creditor] -= blocks
+            found.append(replace(loan, first=loan.first + loan.blocks - blocks, blocks=blocks))
+    return tuple(found)
 
 
 def _check_leaf(leaf: int) -> None:

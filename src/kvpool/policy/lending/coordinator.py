@@ -1,0 +1,217 @@
+"""A coordinator of settlements: asks the members of a cycle for a freeze, and calls the rounds.
+
+In a round each member brings `chunk` blocks home, as soon as it has room for them. The room goes round the cycle by
+itself: blocks that a debtor brings home become free at its creditor, which is a debtor, too. So a round costs one
+message of the coordinator and one of each member, however many steps it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from random import Random
+from typing import Final
+
+from kvpool.policy.lending.freeze import Freeze, freeze_of
+from kvpool.policy.lending.ledger import Ledger
+from kvpool.policy.lending.messages import Answer, Call, Said
+from kvpool.policy.lending.settle import Settlement, settle
+
+__all__ = ["Coordinator"]
+
+_PAUSES_MAX: Final = 32  # what fails again and again is not tried for so many pauses
+
+
+class Coordinator:
+    """The part of a member that coordinates: one cycle at a time.
+
+    Nothing that it does has to be taken back: when it ends, at whatever moment, freezes end with their time, and what
+    came home stays home. Not thread-safe.
+
+    Attributes:
+        call: What it asks now, or None.
+        notes: What has happened, for a log. The caller clears it.
+
+    Args:
+        member: This member.
+        ledger: Its ledger.
+        least: Cycles whose smallest debt is less are not settled.
+        chunk: Blocks of a round.
+        leaf: Blocks of a leaf, a power of two. No leaf is cut if a member has room for one.
+        freeze_s: Seconds for which a freeze counts.
+        pause_s: Seconds after which it looks again for cycles when it found none, or could not settle one. All members
+            must have agreed in this time, too.
+        number: Of the first call: above those of earlier ones of the term.
+        seed: Of the dice by which two coordinators get out of each other's way.
+    """
+
+    def __init__(
+        self,
+        member: int,
+        ledger: Ledger,
+        least: int,
+        chunk: int,
+        leaf: int,
+        freeze_s: float,
+        pause_s: float,
+        number: int,
+        seed: int,
+    ) -> None:
+        self.call: Call | None = None
+        self.notes: list[str] = []
+        self._member = member
+        self._ledger = ledger
+        self._least = least
+        self._chunk = chunk
+        self._leaf = leaf
+        self._freeze_s = freeze_s
+        self._pause_s = pause_s
+        self._number = number
+        self._dice = Random(seed)
+        self._freeze: Freeze | None = None  # of the call, on this member's clock
+        self._blocks = 0  # so many come home in all, when every member has agreed
+        self._look_at = 0.0  # not earlier
+        self._has_waited = False  # for settlements that go before this member's
+        self._agree_by = 0.0  # all members
+        self._left_out: dict[int, float] = {}  # members that have failed, until when
+        self._pauses: dict[int, float] = {}  # for how many pauses
+        self._full = 0.0  # for so many pauses nothing was called, since no member had room
+
+    def advance(self, said: Mapping[int, Said], now: float) -> bool:
+        """Ends the call, or calls the next round, by what the members say. Whether the call has changed."""
+        call = self.call
+        if call is None or self._freeze is None:
+            return False
+        answers = _answers(call, said)
+        is_home = len(answers) == len(call.terms) and all(answer.home >= call.due for answer in answers.values())
+        if is_home and 0 < self._blocks <= call.due:
+            self._complete(call, now)
+        elif failure := self._failure(call, self._freeze, answers, said, now):
+            self._end(f"stops: {failure[0]}", now, failure[1])
+        elif is_home:
+            self._next_round(call, answers, now)
+        return self.call != call
+
+    def propose(self, said: Mapping[int, Said], now: float) -> bool:
+        """Looks for a cycle of debts that this member coordinates, unless it has looked just now. Whether it calls.
+
+        Settlements that go before this member's, because they are larger and share a member with it, have until the
+        next look to begin.
+
+        Args:
+            said: What each member says that takes part, this one included.
+            now: On the clock of this member.
+        """
+        if self.call is not None or now < self._look_at:
+            return False
+        self._look_at = now + self._pause_s
+        settlement = self._find({member for member in said if self._left_out.get(member, now) <= now}, _busy(said))
+        if settlement is None:
+            return False
+        self._number += 1
+        self._blocks = 0
+        self._has_waited = False
+        self._agree_by = now + self._pause_s
+        self._freeze = freeze_of(settlement, self._ledger, self._number, now + self._freeze_s)
+        self.call = Call(settlement, self._freeze.terms, self._number, self._freeze_s)
+        self.notes.append(f"settlement {self._number}: {settlement.blocks} blocks each of members {settlement.members}")
+        return True
+
+    def _find(self, members: Collection[int], busy: set[int]) -> Settlement | None:
+        """The first settlement that this member coordinates among those of these members, unless one is busy."""
+        debts = {
+            (debtor, creditor): blocks
+            for (debtor, creditor), blocks in self._ledger.debts().items()
+            if debtor in members and creditor in members
+        }
+        if not all(any(pair[end] == self._member for pair in debts) for end in (0, 1)):
+            return None  # it borrows nothing, or lends nothing: it is on no cycle
+        is_first = True
+        for settlements in settle(debts, self._least):
+            for settlement in settlements:
+                if settlement.coordinator == self._member and not busy.intersection(settlement.members):
+                    if is_first or self._has_waited:
+                        return settlement
+                    self._has_waited = True
+                    return None
+            is_first = False
+        self._has_waited = False
+        return None
+
+    def _failure(
+        self, call: Call, freeze: Freeze, answers: Mapping[int, Answer], said: Mapping[int, Said], now: float
+    ) -> tuple[str, list[int]] | None:
+        """Why the settlement cannot go on, and by which members; None while it can."""
+        members = call.settlement.members
+        if why := freeze.void(self._ledger, now):
+            return why, [member for member in members if member not in answers or answers[member].home < call.due]
+        if gone := [member for member in members if member not in said]:
+            return f"member {gone[0]} takes no part any more", gone
+        if refused := [member for member, answer in answers.items() if answer.state == "refused"]:
+            for member in refused:  # it is in another settlement: that speaks for it
+                self._pauses.pop(member, None)
+            return f"member {refused[0]} has refused", refused
+        if ended := [member for member, answer in answers.items() if answer.state == "ended"]:
+            return f"member {ended[0]} has ended its freeze", ended
+        if now >= self._agree_by and (silent := [member for member in members if member not in answers]):
+            return f"member {silent[0]} does not answer", silent
+        return None
+
+    def _next_round(self, call: Call, answers: Mapping[int, Answer], now: float) -> None:
+        """All have agreed, or have brought home what was due."""
+        if not call.due:
+            self._blocks = min(call.settlement.blocks, *(answer.able for answer in answers.values()))
+            if self._blocks < self._least:
+                short = [member for member, answer in answers.items() if answer.able < self._least]
+                self._end("stops: the debts are smaller than the rows say", now, short)
+                return
+            room = max(answer.room for answer in answers.values())
+            if not room:
+                self._end("stops: no member has room", now)
+                self._full = min(2 * max(self._full, 0.5), _PAUSES_MAX)
+                self._look_at = now + self._full * self._pause_s
+                return
+            unit = 1 << min(room, self._leaf, self._chunk, self._blocks).bit_length() - 1
+            if self._blocks - self._blocks % unit >= self._least:
+                self._blocks -= self._blocks % unit
+            call = replace(call, unit=unit)
+        chunk = self._chunk - self._chunk % call.unit
+        self.call = replace(call, due=min(call.due + chunk, self._blocks))
+
+    def _complete(self, call: Call, now: float) -> None:
+        self._end(f"is complete: {call.due} blocks each", now)
+        self._look_at = now + self._pause_s / 5  # when the rows have arrived
+        self._full = 0.0
+        for member in call.settlement.members:
+            self._pauses.pop(member, None)
+
+    def _end(self, why: str, now: float, by: Collection[int] = ()) -> None:
+        """Ends the call. The members by whom are left out for a while: for longer each time, and never equally long."""
+        self.notes.append(f"settlement {self._number} {why}")
+        self.call = self._freeze = None
+        self._look_at = now + self._pause_s * self._dice.uniform(0.5, 1.5)
+        for member in by:
+            if member != self._member:
+                self._pauses[member] = pause = min(2 * self._pauses.get(member, 0.5), _PAUSES_MAX)
+                self._left_out[member] = now + pause * self._pause_s * self._dice.uniform(1, 2)
+
+
+def _answers(call: Call, said: Mapping[int, Said]) -> dict[int, Answer]:
+    """What the members say to this call, as far as they have read it."""
+    found = {}
+    for member in call.settlement.members:
+        answer = said[member].answers.get(call.settlement.coordinator) if member in said else None
+        if answer is not None and answer.key == call.key:
+            found[member] = answer
+    return found
+
+
+def _busy(said: Mapping[int, Said]) -> set[int]:
+    """The members that have agreed to a call that goes on."""
+    return {
+        member
+        for each in said.values()
+        if each.call is not None
+        for member, answer in _answers(each.call, said).items()
+        if answer.state == "agreed"
+    }

@@ -1,0 +1,336 @@
+"""Settlement between members: what each does by what the others say, whatever is late, doubled, left out or lost."""
+
+from __future__ import annotations
+
+import os
+from random import Random
+
+import pytest
+from policy.lending_kit import ledger_of, net_of, row
+from policy.settling_kit import CHUNK, FREEZE_S, LEAF, PAUSE_S, Town, ring
+
+from kvpool import ArgumentError
+from kvpool.policy import lending
+
+SEEDS = range(300) if os.environ.get("KVPOOL_LONG") else range(12)
+
+
+def until(town, done, ticks=400):
+    for _ in range(ticks):
+        town.tick()
+        if done():
+            return
+    raise AssertionError("it does not come to that")
+
+
+def frozen(town):
+    return any(
+        party.settler.frozen(creditor, party.now) or party.settler.due(party.now)
+        for party in town.up
+        for creditor in town.parties
+        if creditor != party.number
+    )
+
+
+@pytest.mark.parametrize("members", [2, 3, 5])
+def test_a_ring_with_two_free_blocks_comes_home(members):
+    town = ring(1, members=members)
+    until(town, lambda: not any(town.owed.values()))
+    for _ in range(5):
+        town.tick()
+    assert town.completed == 1
+    assert not town.stops
+    assert [party.free for party in town.up] == [0] * (members - 1) + [2]
+    assert not frozen(town)
+
+
+def test_a_round_costs_one_record_of_each_member():
+    town = ring(1, blocks=30)
+    before = town.published
+    until(town, lambda: town.completed)
+    rounds = 30 // LEAF
+    assert town.published - before <= 3 * (rounds + 2) + 6  # an answer, a round, an end; rows that have moved
+
+
+def rough(seed):
+    """Members die, come back, borrow, and take no turns for a while, in the middle of settlements."""
+    dice = Random(seed)
+    members = dice.randint(3, 7)
+    pairs = [(a, b) for a in range(1, members + 1) for b in range(1, members + 1) if a != b and dice.random() < 0.5]
+    owed = {pair: dice.randint(1, 30) for pair in pairs}
+    town = Town(seed, owed, {number: dice.choice([0, 0, 1, 5]) for number in range(1, members + 1)})
+    for _ in range(400):
+        town.tick()
+        what = dice.random()
+        victim = town.parties[dice.randint(1, members)]
+        if what < 0.003:
+            town.kill(victim.number)
+        elif what < 0.008:
+            town.come_back(victim.number)
+        elif what < 0.02:
+            victim.takes_turns = not victim.takes_turns
+        elif what < 0.04 and victim.free:
+            victim.free -= 1  # its engine needs a block
+        elif what < 0.06:
+            victim.free += 1
+        elif what < 0.2:
+            town.borrow(victim.number, dice.randint(1, members), dice.randint(1, 20))
+    return town
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_whatever_goes_wrong_no_step_is_wrong_and_nothing_is_stuck_in_the_end(seed):
+    """The steps are checked when they are made (settling_kit.py)."""
+    town = rough(seed)
+    for party in town.up:
+        party.free += 1
+        party.takes_turns = True
+    town.calm(1500)
+    assert not town.left()
+    assert not frozen(town)
+
+
+def test_settlements_complete_and_stop_in_many_ways_while_members_die():
+    towns = [rough(seed) for seed in range(8)]
+    stops = " ".join(stop for town in towns for stop in town.stops)
+    assert sum(town.completed for town in towns) > 5
+    for why in ("has left", "its time is over", "has refused", "does not answer", "in term"):
+        assert why in stops
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_net_debts_are_as_before_when_nobody_dies(seed):
+    dice = Random(seed)
+    owed = {(a, b): dice.randint(1, 30) for a in range(1, 6) for b in range(1, 6) if a != b and dice.random() < 0.6}
+    town = Town(seed, owed, {number: dice.choice([1, 4]) for number in range(1, 6)})
+    for _ in range(200):
+        town.tick()
+    town.calm(600)
+    assert not town.left()
+    assert not frozen(town)
+    if town.is_even():  # a round that is cut moves room, as pay-back does
+        assert net_of(town.owed) == net_of(owed)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_member_that_dies_between_rounds_holds_nobody_up(number):
+    town = ring(2)
+    until(town, lambda: any(call.due >= 2 * CHUNK for call in town.calls.values()))
+    town.kill(number)
+    for _ in range(3):
+        town.tick()  # the loss is told
+    assert not frozen(town)
+    before = dict(town.owed)
+    for _ in range(200):
+        town.tick()
+    assert town.owed == before
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_member_that_stops_between_rounds_holds_nobody_up_beyond_the_time_of_the_freeze(number):
+    """A coordinator that is stopped, or whose death nobody is told of, leaves freezes that only time ends."""
+    town = ring(2)
+    until(town, lambda: any(call.due >= 2 * CHUNK for call in town.calls.values()))
+    town.parties[number].takes_turns = False
+    others = [party for party in town.up if party.number != number]
+    town.tick()
+    assert any(party.settler.frozen(creditor, party.now) for party in others for creditor in party.debts)
+    for _ in range(int(FREEZE_S) + 10):
+        town.tick()
+    assert not any(party.settler.frozen(creditor, party.now) for party in others for creditor in party.debts)
+    assert not any(party.settler.due(party.now) for party in town.up)
+    town.parties[number].takes_turns = True
+    town.calm(600)
+    assert not town.left()
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_member_in_a_new_term_voids_the_settlement(number):
+    town = ring(3)
+    until(town, lambda: any(call.due >= 2 * CHUNK for call in town.calls.values()))
+    town.come_back(number)
+    for _ in range(3):
+        town.tick()
+    assert not frozen(town)
+    assert not any(town.parties[number].debts)
+
+
+def test_a_member_whose_debts_are_smaller_than_its_row_says_ends_the_settlement():
+    town = ring(4)
+    town.owed[2, 3] = 1  # a sequence has ended
+    town.parties[3].free += 19
+    until(town, lambda: town.stops)
+    assert "smaller than the rows say" in town.stops[0]
+    town.calm(200)
+    assert town.owed == {(1, 2): 20, (2, 3): 1, (3, 1): 20}
+
+
+def test_what_comes_home_otherwise_meanwhile_ends_the_settlement():
+    """A recall wins: the debt is gone before the settlement has brought it home."""
+    town = ring(5)
+    until(town, lambda: any(call.due >= 2 * CHUNK for call in town.calls.values()))
+    town.owed[2, 3], gone = 0, town.owed[2, 3]
+    town.parties[3].free += gone
+    until(town, lambda: town.stops, int(PAUSE_S))
+    assert town.stops == [town.stops[0]]
+    assert "member 2 has ended its freeze" in town.stops[0]
+    town.tick()
+    assert not frozen(town)
+
+
+def test_a_member_that_takes_no_turns_is_left_out_for_longer_and_longer():
+    town = ring(6)
+    town.parties[2].takes_turns = False
+    asked = []
+    for _ in range(1000):
+        town.tick()
+        asked.append(len(town.calls))
+    assert all("member 2 does not answer" in stop for stop in town.stops)
+    assert 3 <= asked[-1] <= 7
+    assert town.owed == {(1, 2): 20, (2, 3): 20, (3, 1): 20}
+    town.calm(1200)
+    assert not any(town.owed.values())
+
+
+def test_two_coordinators_of_one_member_do_not_both_get_it():
+    """Both cycles have member 3, and each coordinator calls before it hears of the other."""
+    town = Town(7, {(1, 3): 20, (3, 1): 20, (2, 3): 20, (3, 2): 20}, {1: 1, 2: 1, 3: 0}, is_rough=False)
+    for party in town.up:  # also what comes second goes at once
+        party.settler._coordinator._has_waited = True
+    until(town, lambda: any("member 3 has refused" in stop for stop in town.stops), 30)
+    town.calm(400)
+    assert not any(town.owed.values())
+    assert town.completed == 2
+
+
+def test_a_settlement_that_comes_after_a_larger_one_waits_for_it():
+    town = Town(8, {(1, 3): 20, (3, 1): 20, (2, 3): 15, (3, 2): 15}, {1: 1, 2: 1, 3: 0}, is_rough=False)
+    until(town, lambda: town.completed == 2)
+    assert not town.stops
+
+
+def settler_of(member=2, ledger=None, **options):
+    ledger = ledger or ledger_of(row(1, debts={2: 9}), row(2, debts={1: 9}), row(3))
+    return lending.Settler(member, ledger, least=1, chunk=4, leaf=4, freeze_s=60.0, pause_s=10.0, **options)
+
+
+def call_of(number=1, due=0, members=(1, 2), blocks=9, seconds=60.0, unit=1):
+    return lending.Call(lending.Settlement(members, blocks), (1,) * len(members), number, seconds, due, unit)
+
+
+def hear(settler, call, member=1, now=0.0, able=9, room=1):
+    settler.hear(member, lending.Said(call))
+    return settler.turn(now, lambda _: able, lambda: room)
+
+
+def test_nothing_is_due_before_the_coordinator_calls_and_after_it_ends():
+    settler = settler_of()
+    assert hear(settler, call_of()) is None
+    assert settler.said.answers[1] == lending.Answer(1, 1, "agreed", 9, 1, 0)
+    assert settler.frozen(1, 0.0) == 9
+    due = hear(settler, call_of(due=4))
+    assert due == lending.Due(1, 4, 1, (1, 1))
+    settler.brought(due, 3)
+    assert settler.due(0.0).blocks == 1
+    assert settler.frozen(1, 0.0) == 6
+    assert hear(settler, None) is None
+    assert settler.frozen(1, 0.0) == 0
+    settler.brought(due, 1)  # it was moving when the call ended
+    assert hear(settler, call_of(due=4)) is None  # an old record again
+    assert settler.said.answers[1].state == "refused"
+
+
+def test_no_leaf_is_cut_where_a_member_has_room_for_one():
+    settler = settler_of()
+    hear(settler, call_of())
+    due = hear(settler, call_of(due=9, unit=4))
+    assert [due.portion(room) for room in (0, 3, 4, 7, 8, 9, 20)] == [0, 0, 4, 4, 8, 9, 9]
+
+
+@pytest.mark.parametrize(
+    ("rooms", "able", "unit", "due"),
+    [((0, 9), 20, 4, 8), ((3, 0), 20, 2, 8), ((1, 0), 20, 1, 8), ((9, 9), 7, 4, 4), ((9, 9), 3, 2, 2)],
+)
+def test_a_coordinator_calls_units_that_a_member_has_room_for(rooms, able, unit, due):
+    ledger = ledger_of(row(1, debts={2: 20}), row(2, debts={1: 20}))
+    settler = lending.Settler(1, ledger, least=1, chunk=8, leaf=4, freeze_s=60.0, pause_s=10.0)
+    settler.hear(2, lending.Said())
+    settler.turn(0.0, lambda _: able, lambda: rooms[0])
+    call = settler.said.call
+    assert (call.due, call.settlement.blocks) == (0, 20)
+    settler.hear(2, lending.Said(None, {1: lending.Answer(*call.key, "agreed", able, rooms[1])}))
+    settler.turn(1.0, lambda _: able, lambda: rooms[0])
+    assert (settler.said.call.unit, settler.said.call.due) == (unit, due)
+
+
+def test_others_are_told_what_they_wait_for_and_nothing_else():
+    settler = settler_of()
+
+    def news():
+        had, settler.news = settler.news, False
+        return had
+
+    assert not news()
+    hear(settler, call_of())
+    assert news()
+    due = hear(settler, call_of(due=4))
+    assert not news()
+    settler.brought(due, 3)
+    assert not news()  # the round goes on
+    settler.brought(settler.due(0.0), 1)
+    assert news()
+    assert hear(settler, call_of(due=4)) is None
+    assert not news()
+    hear(settler, None)
+    assert not news()
+
+
+def test_a_freeze_ends_without_a_turn():
+    settler = settler_of()
+    hear(settler, call_of())
+    assert settler.frozen(1, 59.9) == 9
+    assert settler.frozen(1, 60.0) == 0
+    assert hear(settler, call_of(due=4), now=60.0) is None
+    assert settler.said.answers[1].state == "ended"
+
+
+def test_what_is_no_call_for_this_member_is_not_answered():
+    settler = settler_of()
+    hear(settler, call_of(members=(1, 3)))
+    hear(settler, call_of(members=(1, 2)), member=3)  # it is not the coordinator
+    assert not settler.said.answers
+
+
+def test_calls_and_answers_that_cannot_be_are_refused():
+    settlement = lending.Settlement((1, 2), 9)
+    for arguments in (
+        ((1,), 1, 60.0, 0), ((1, -1), 1, 60.0, 0), ((1, 1), -1, 60.0, 0), ((1, 1), 1, 0.0, 0),
+        ((1, 1), 1, float("inf"), 0), ((1, 1), 1, 601.0, 0), ((1, 1), 1, 60.0, 10), ((1, 1), 1, 60.0, -1),
+        ((1, 1), 1, 60.0, 0, 0),
+    ):  # fmt: skip
+        with pytest.raises(ArgumentError):
+            lending.Call(settlement, *arguments)
+    for arguments in ((1, 1, "yes"), (1, 1, "agreed", -1), (1.5, 1, "agreed"), (1, -1, "agreed")):
+        with pytest.raises(ArgumentError):
+            lending.Answer(*arguments)
+    answer = lending.Answer(1, 1, "agreed")
+    with pytest.raises(ArgumentError, match="33 answers"):
+        lending.Said(None, dict.fromkeys(range(1, 34), answer))
+    with pytest.raises(ArgumentError, match="coordinator"):
+        lending.Said(None, {0: answer})
+    for options in ({"least": 0}, {"chunk": 0}):
+        with pytest.raises(ArgumentError):
+            lending.Settler(
+                1, lending.Ledger(), **({"least": 1, "chunk": 1} | options), leaf=4, freeze_s=1.0, pause_s=1.0
+            )
+
+
+def test_a_member_answers_no_more_coordinators_than_its_record_has_room_for():
+    count = lending.ANSWERS_MAX + 1
+    ledger = ledger_of(*(row(number) for number in range(1, count + 2)))
+    settler = settler_of(count + 1, ledger)
+    for coordinator in range(1, count + 1):
+        settler.hear(coordinator, lending.Said(call_of(members=(coordinator, count + 1))))
+    settler.turn(0.0, lambda _: 9, lambda: 1)
+    assert len(settler.said.answers) == lending.ANSWERS_MAX
+    assert [answer.state for answer in settler.said.answers.values()].count("agreed") == 1
