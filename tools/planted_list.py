@@ -13,11 +13,13 @@ from typing import Final
 
 from tools.planted_attention import ATTENTION_BUGS
 from tools.planted_kit import Bug, in_cpp, in_python
+from tools.planted_lending import LENDING_BUGS
 
 __all__ = ["BUGS"]
 
 BUGS: Final[tuple[Bug, ...]] = (
     *ATTENTION_BUGS,
+    *LENDING_BUGS,
     Bug(
         "run-of-sources",
         "base",
@@ -333,22 +335,6 @@ BUGS: Final[tuple[Bug, ...]] = (
         build="python",
     ),
     Bug(
-        "read-before-it-arrived",
-        "control",
-        "a sequence reads a creditor's copy of its blocks though the transfer has failed: an answer from other bytes",
-        in_python("waiting/handles.py", "    if failures:\n", "    if False:\n"),
-        ("python/control/test_lending_moves.py",),
-        build="python",
-    ),
-    Bug(
-        "given-up-while-written",
-        "control",
-        "blocks are given up that a transfer still writes: the creditor refuses them, and they stay lent for ever",
-        in_python("waiting/handles.py", "        end(handles)\n        raise\n    if", "        raise\n    if"),
-        ("python/control/test_lending_moves.py",),
-        build="python",
-    ),
-    Bug(
         "salt-ignored",
         "control",
         "requests of different salts are sent to one cache (9)",
@@ -386,58 +372,6 @@ BUGS: Final[tuple[Bug, ...]] = (
             "if any(number != instance and name == self._name",
         ),
         ("python/cluster/test_local.py", "python/cluster/test_local_strangers.py"),
-        build="python",
-    ),
-    Bug(
-        "lent-beyond-the-cap",
-        "policy",
-        "a member lends all that is free, beyond its lend_max: a neighbour's long request stops its own",
-        in_python(
-            "policy/lending/ledger.py",
-            "return max(0, min(self.free_blocks, self.lend_max - self.lent))",
-            "return self.free_blocks",
-        ),
-        ("python/policy/test_lending_ledger.py", "python/policy/test_lending_cluster.py"),
-        build="python",
-    ),
-    Bug(
-        "lent-on",
-        "policy",
-        "a member that borrows is asked to lend: each loan makes the next one, and debts go round",
-        in_python("policy/lending/ledger.py", "return 0 if self.debts else self.can_lend", "return self.can_lend"),
-        ("python/policy/test_lending_ledger.py", "python/control/test_lending_moves.py"),
-        build="python",
-    ),
-    Bug(
-        "mutual-debt-missed",
-        "policy",
-        "two members that owe each other blocks keep them apart for ever: the printed algorithm skips the edge back",
-        in_python("policy/lending/cycles.py", "if len(whole) > 1:", "if len(whole) > 2:"),
-        ("python/policy/test_lending_settlement.py",),
-        build="python",
-    ),
-    Bug(
-        "queue-left-out",
-        "sim",
-        "a simulated step does not wait for what a creditor computes for others: lending looks better than it is",
-        in_python(
-            "sim/lending_times.py",
-            "*(each.queue_s + each.round_trip_s + each.service_s for each in remote)",
-            "*(each.round_trip_s + each.service_s for each in remote)",
-        ),
-        ("python/sim/test_lending_times.py",),
-        build="python",
-    ),
-    Bug(
-        "simulated-cap-ignored",
-        "sim",
-        "a simulated creditor lends all that is free: contexts look longer than a fleet can serve",
-        in_python(
-            "sim/lending_memory.py",
-            "return max(0, min(self.free - self.reserve, self.lend_max - sum(self.lent.values())))",
-            "return max(0, self.free - self.reserve)",
-        ),
-        ("python/sim/test_lending_fleet.py",),
         build="python",
     ),
 )

@@ -240,3 +240,81 @@ def enter(town, instance, blocks, **options):
     pool = FakePool(town, member.name, instance, blocks)
     registration = FakeRegistration(town, member)
     return pool, Lending(pool, FakeCluster(town, registration), **options)
+
+
+def lend(lending, seq, first, blocks, creditor):
+    """As an engine does that chooses the creditor by itself."""
+    lent = lending._pool.alloc(blocks, DRAM, False, instance=creditor)
+    old = seq.addrs[first : first + blocks]
+    for block, new in zip(old.tolist(), lent.tolist(), strict=True):
+        seq.pool.owner(new).content[new] = seq.pool.content[block]
+    seq.pool.free(seq.replace(first, lent))
+    lending.watch(seq)
+
+
+class Ring:
+    """Each member owes the next so many blocks, and all memory but a few blocks of the first is used.
+
+    Freezes end by `now`; nothing else takes time.
+    """
+
+    def __init__(self, members=3, blocks=8, free=2, takes_part=None, settle_min=1, **options):
+        self.now = 0.0
+        self.town, self.made = town_of(*[3 * blocks] * members, settle_min=settle_min, **options)
+        for _, lending in self.made:
+            lending._settling._clock = lambda: self.now
+        self.sequences = [FakeSequence(pool, 2 * blocks) for pool, _ in self.made]
+        for number, (_, lending) in enumerate(self.made):
+            lend(lending, self.sequences[number], 0, blocks, f"m{(number + 1) % members + 1}")
+        self.fillers = [
+            FakeSequence(pool, len(pool.free_blocks) - (0 if pool is not self.pool(1) else free))
+            for pool, _ in self.made
+        ]
+        for _, lending in self.made:
+            lending.publish()
+        self.turns(takes_part)  # now all know who takes part
+        self.now += 1e6  # and look for cycles
+
+    def pool(self, number):
+        return self.made[number - 1][0]
+
+    def lending(self, number):
+        return self.made[number - 1][1]
+
+    def turns(self, members=None, times=1):
+        """Members take turns, all by default; how many blocks have come home."""
+        numbers = members or range(1, len(self.made) + 1)
+        lendings = [self.lending(number) for number in numbers]
+        return sum(lending.settle() for _ in range(times) for lending in lendings if not lending.closed)
+
+    def begin(self):
+        """All agree, and each brings home two of its blocks in a first round."""
+        assert self.turns() == 0
+        assert self.turns() == 6
+        assert self.owed == [6, 6, 6]
+        assert self.frozen == [6, 6, 6]
+
+    @property
+    def owed(self):
+        return [len(pool.borrowed) for pool, _ in self.made]
+
+    @property
+    def frozen(self):
+        ends = [*range(2, len(self.made) + 1), 1]
+        return [
+            lending._settling._settler.frozen(end, self.now) for end, (_, lending) in zip(ends, self.made, strict=True)
+        ]
+
+    @property
+    def calls(self):
+        return [lending._settling._settler.said.call for _, lending in self.made]
+
+    def make_room(self, number, blocks):
+        """A sequence of the engine ends, as far as so many blocks."""
+        pool, filler = self.pool(number), self.fillers[number - 1]
+        pool.free(filler.addrs[-blocks:])
+        filler.addrs = filler.addrs[:-blocks]
+
+    def check(self):
+        for seq in (*self.sequences, *self.fillers):
+            seq.check()

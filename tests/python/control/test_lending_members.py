@@ -132,12 +132,12 @@ def test_blocks_move_even_if_the_row_cannot_be_published():
     town = Town()
     a, lending = enter(town, 1, 20)
     enter(town, 2, 40)
-    lending._registration.failure = StateError("another incarnation has the name")
+    lending._own._registration.failure = StateError("another incarnation has the name")
     seq = FakeSequence(a, 18)
     assert lending.offload(seq, 4) == 4
     with pytest.raises(StateError):
         lending.publish()
-    lending._registration.failure = None
+    lending._own._registration.failure = None
     assert lending.publish()
 
 

@@ -4,6 +4,7 @@ The decisions are those of kvpool.policy.lending; docs/how-to/lending.md shows h
 """
 
 from kvpool.control.lending.lending import Lending
-from kvpool.control.lending.members import LendingMembers, row_from, row_json
+from kvpool.control.lending.members import LendingMembers
+from kvpool.control.lending.records import row_from, row_json
 
 __all__ = ["Lending", "LendingMembers", "row_from", "row_json"]

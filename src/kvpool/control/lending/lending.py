@@ -11,27 +11,22 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import Any, Final
-
-import numpy as np
+from typing import Final
 
 from kvpool.cluster import Cluster, Registration
 from kvpool.control.lending.creditors import Creditors
-from kvpool.control.lending.members import LendingMembers, row_json, this_host
-from kvpool.control.lending.moving import Deadline, Part, bring, give_up, send
-from kvpool.control.lending.pools import Addresses, LendingPool, LentSequence
+from kvpool.control.lending.home import Homecoming
+from kvpool.control.lending.members import LendingMembers
+from kvpool.control.lending.moving import Deadline
+from kvpool.control.lending.outgoing import Outgoing
+from kvpool.control.lending.pools import LendingPool, LentSequence
 from kvpool.control.lending.prefilling import Prefill
+from kvpool.control.lending.publisher import Publisher
 from kvpool.control.lending.sequences import Borrowing
-from kvpool.errors import (
-    ArgumentError,
-    ClosedError,
-    DeadlineExceeded,
-    Error,
-    OutOfBlocks,
-    StateError,
-)
+from kvpool.control.lending.settling import Settling
+from kvpool.errors import ArgumentError, ClosedError, DeadlineExceeded, StateError
 from kvpool.policy import lending as policy
 from kvpool.types import DRAM, HBM, Medium
 from kvpool.types.addresses import AddressLike
@@ -42,6 +37,9 @@ _log = logging.getLogger("kvpool.lending")
 
 _LEAF_TOKENS: Final = 1024  # of the tree in which partial results are merged
 _FORGIVE_HEARTBEATS: Final = 10
+_FREEZE_HEARTBEATS: Final = 30  # an answer takes one or two, and so does a round
+_PAUSE_HEARTBEATS: Final = 10  # between two looks for cycles
+_ROUND_LEAVES: Final = 8
 
 
 class Lending:
@@ -53,6 +51,8 @@ class Lending:
     Calls may come from any thread; those that move blocks wait for each other. A context manager. It keeps the pool and
     the sequences that have borrowed blocks; it ends without being closed if nothing refers to it any more.
 
+    A member whose engine never calls `settle` takes no part in settlements: others leave its debts out.
+
     Args:
         pool: Attached to the cluster.
         cluster: Of this pool.
@@ -61,6 +61,9 @@ class Lending:
             engine may change that at any time; what is lent above it is wanted back. None: as the pool has it.
         reserve: So many free blocks are not offered, and not used up by what comes home.
         tail: So many last blocks of each sequence stay here; None: a leaf of 1,024 tokens.
+        settle_min: Debts in a circle are settled if each of them is at least so many blocks; None: a leaf.
+        settle_blocks: So many blocks each member of the circle brings home in a round; None: eight leaves. They count
+            for settlements that this member coordinates.
 
     Raises:
         StateError: The pool is no member of the cluster.
@@ -77,6 +80,8 @@ class Lending:
         lend_max: int | None = None,
         reserve: int = 0,
         tail: int | None = None,
+        settle_min: int | None = None,
+        settle_blocks: int | None = None,
     ) -> None:
         registration = cluster.registration
         if registration is None:
@@ -84,24 +89,34 @@ class Lending:
         if medium not in (HBM, DRAM):
             raise ArgumentError(f"lending: medium is {medium!r}; it must be kvpool.HBM or kvpool.DRAM")
         self._pool = pool
-        self._registration: Registration = registration
-        self._medium = Medium(medium)
-        self._capacity: int = self._stats().capacity
+        medium = Medium(medium)
+        self._leaf = leaf = _leaf_blocks(pool.kv_layout.block_tokens)
+        tail = leaf if tail is None else _count("tail", tail, 1)
+        self._moving = threading.Lock()  # one call at a time moves blocks; taken before _lock
+        self._lock = threading.Lock()  # of the members, the settler and the published row; held briefly
+        heartbeat_s = cluster.heartbeat_s
+        settler = _settler(registration, heartbeat_s, leaf, settle_min, settle_blocks)
         if lend_max is not None:
             _count("lend_max", lend_max, 0)
-        self._reserve = _count("reserve", reserve, 0)
-        self._leaf = _leaf_blocks(pool.kv_layout.block_tokens)
-        self._tail = self._leaf if tail is None else _count("tail", tail, 1)
-        self._moving = threading.Lock()  # one call at a time moves blocks; taken before _lock
-        self._lock = threading.Lock()  # of the members and the published row; held briefly
-        self._borrowing = Borrowing(registration.instance, self._medium, pool.kv_layout.block_tokens)
-        self._published: policy.Row | None = None
-        self._version = time.monotonic_ns()  # goes on where an earlier one of this process ended
-        self._members = LendingMembers(cluster, _FORGIVE_HEARTBEATS * cluster.heartbeat_s)
-        self._creditors = Creditors(pool, registration, self._medium, self._members, self._lock)
+        reserve = _count("reserve", reserve, 0)
+        self._members = LendingMembers(cluster, settler, _FORGIVE_HEARTBEATS * heartbeat_s)
         if lend_max is not None:
             pool.peers.lend_max = lend_max
         self._stop = threading.Event()
+        self._own = Publisher(pool, registration, medium, reserve, self._members, settler, self._lock, self._stop)
+        self._borrowing = Borrowing(registration.instance, medium, pool.kv_layout.block_tokens)
+        self._home = Homecoming(pool, medium, self._borrowing)
+        self._outgoing = Outgoing(
+            pool,
+            medium,
+            leaf,
+            tail,
+            self._borrowing,
+            Creditors(pool, registration, medium, self._members, self._lock),
+            self._members,
+            self._lock,
+        )
+        self._settling = Settling(settler, self._members, self._own, self._borrowing, self._home, leaf, self._lock)
         self._end = weakref.finalize(self, _end, self._stop, self._members.close)
         self.publish()
         args = self._stop, cluster.heartbeat_s, weakref.WeakMethod(self.publish)
@@ -134,41 +149,10 @@ class Lending:
         _count("blocks", blocks, 1)
         deadline = self._deadline(timeout)
         with self._turn(deadline):
-            self._check_open()
-            set_backs = sequence._set_backs
-            held = self._borrowing.held(sequence)
-            able = policy.plan_offload([held], blocks, {0: self._capacity}, self._leaf, self._tail)
-            if able.missing:
-                has = blocks - able.missing
-                raise ArgumentError(
-                    f"offload: {blocks} blocks; {has} lie here and may go", requested=blocks, blocks=has
-                )
-            lent = self._creditors.borrow(sum(move.blocks for move in able.moves), deadline)
-            try:
-                room = {creditor: len(addrs) for creditor, addrs in lent.items()}
-                plan = policy.plan_offload([held], blocks, room, self._leaf, self._tail)
-                if plan.missing:
-                    raise OutOfBlocks(
-                        "offload: what the members lend is in too small parts",
-                        requested=blocks,
-                        free=blocks - plan.missing,
-                    )
-                parts = self._parts(sequence, plan, lent)
-                send(self._pool, sequence, parts, set_backs, deadline)
-            except BaseException:
-                for addrs in lent.values():
-                    give_up(self._pool, addrs)
-                raise
-            gone = dict.fromkeys(lent, 0)
-            for move in plan.moves:
-                gone[move.creditor] += move.blocks
-            for creditor, addrs in lent.items():
-                if gone[creditor] < len(addrs):  # a plan for the real rooms may need fewer
-                    give_up(self._pool, addrs[gone[creditor] :])
-            self._borrowing.note(sequence)
-            self._pool.free(np.concatenate([part.old for part in parts]))
-        self._tell()
-        return sum(gone.values())
+            self._own.check_open()
+            gone = self._outgoing.send(sequence, blocks, deadline)
+        self._own.tell()
+        return gone
 
     def prefill(self, tokens: int, *, chunk_tokens: int | None = None, timeout: float | None = None) -> Prefill:
         """Makes room for a prompt, borrowing what does not fit here, and streams its later blocks to creditors.
@@ -205,40 +189,17 @@ class Lending:
         chunk = self._leaf if chunk_tokens is None else -(-_count("chunk_tokens", chunk_tokens, 1) // size)
         deadline = self._deadline(timeout)
         with self._turn(deadline):
-            self._check_open()
-            stats = self._stats()
-            room = stats.free + stats.evictable
-
-            def plan(lent: Mapping[int, int]) -> policy.PrefillPlan:
-                made = policy.plan_prefill(blocks, room, lent, chunk, self._leaf, self._tail)
-                if made.missing:
-                    raise OutOfBlocks(
-                        f"prefill: {made.missing} of {blocks} blocks fit neither here nor at the members",
-                        requested=blocks,
-                        free=blocks - made.missing,
-                    )
-                return made
-
-            lent = self._creditors.borrow(blocks - plan({0: blocks}).home, deadline)
-            try:
-                made = plan({creditor: len(addrs) for creditor, addrs in lent.items()})
-                with self._lock:
-                    names = {creditor: self._members.name(creditor) for creditor in lent}
-                left_s = deadline.left("make room")
-                home = self._pool.alloc(made.home + made.staging, int(self._medium), True, timeout=left_s)
-            except BaseException:
-                for addrs in lent.values():
-                    give_up(self._pool, addrs)
-                raise
+            self._own.check_open()
+            room = self._outgoing.room(blocks, chunk, deadline)
         seconds = self._pool.settings.timeout_s if timeout is None else timeout
-        return Prefill(self._pool, tokens, made, chunk, home, lent, names, seconds, self.watch)
+        return Prefill(self._pool, tokens, room.plan, chunk, room.home, room.lent, room.names, seconds, self.watch)
 
     def payback(self, *, timeout: float | None = None) -> int:
         """Brings blocks home as far as there is room beyond the reserve.
 
         First what creditors want back, then the oldest loans. A part that does not come, because its creditor is busy
         or gone, stays as it is, and others come. What was lost with a creditor is what attention over the sequence
-        reports.
+        reports. Blocks that a settlement has frozen wait for it, and so does the room that its present round needs.
 
         Args:
             timeout: Seconds for all of it; None: the pool's setting ``timeout_s``. When they are over, what is home
@@ -256,8 +217,8 @@ class Lending:
             with self._lock:
                 self._members.apply()
                 wanted = self._members.wanted()
-            room = max(0, self._stats().free - self._reserve)
-            return policy.plan_payback(self._borrowing.loans(), room, wanted, self._leaf)
+            loans = self._settling.payable(self._borrowing.loans())
+            return policy.plan_payback(loans, self._settling.room(), wanted, self._leaf)
 
         return self._bring_home(plan, timeout)
 
@@ -280,14 +241,42 @@ class Lending:
         """
 
         def plan() -> Iterable[policy.Payback]:
-            return policy.plan_payback(self._borrowing.loans(among=addrs), self._stats().free, leaf=self._leaf)
+            return policy.plan_payback(self._borrowing.loans(among=addrs), self._own.stats().free, leaf=self._leaf)
 
         return self._bring_home(plan, timeout)
 
+    def settle(self, *, timeout: float | None = None) -> int:
+        """Takes part in settling debts that go round in a circle, and brings home what is due and has room now.
+
+        Call it again and again, as often as `payback`: each call does what can be done by what the other members have
+        published, and waits for none of them. If a owes b, b owes c and c owes a, each brings home as many blocks as
+        the others; one free block on the circle suffices for that. The member with the smallest id coordinates. A
+        settlement ends by itself, within thirty heartbeats, whatever becomes of its members, and may end at any moment:
+        what has come home stays home.
+
+        Args:
+            timeout: Seconds for all of it; None: the pool's setting ``timeout_s``. When they are over, what is home
+                stays.
+
+        Returns:
+            How many blocks have come home to this pool.
+
+        Raises:
+            DeadlineExceeded: Another call that moves blocks took too long.
+            ClosedError: This is closed, or the pool.
+        """
+        deadline = self._deadline(timeout)
+        with self._turn(deadline):
+            self._own.check_open()
+            home = self._settling.turn(deadline)
+        if home or self._settling.has_news:
+            self._own.tell()
+        return home
+
     def watch(self, sequence: LentSequence) -> None:
-        """Lets `payback` bring home blocks of a sequence that the engine offloaded by itself. Any thread."""
+        """Lets blocks of a sequence that the engine offloaded by itself come home like others. Any thread."""
         with self._moving:
-            self._check_open()
+            self._own.check_open()
             self._borrowing.note(sequence)
 
     def publish(self) -> bool:
@@ -299,22 +288,12 @@ class Lending:
         Raises:
             ClosedError: This is closed, or the pool.
         """
-        with self._lock:
-            self._check_open()
-            self._members.apply()
-            row = self._row()
-            if not policy.worth_publishing(self._published, row):
-                return False
-            self._registration.publish(lending=row_json(row))
-            self._published = row
-            self._version = row.version
-            self._members.ledger.take(row)
-            return True
+        return self._own.publish()
 
     @property
     def row(self) -> policy.Row | None:
         """The row that was published last."""
-        return self._published
+        return self._own.row
 
     @property
     def closed(self) -> bool:
@@ -323,13 +302,8 @@ class Lending:
 
     def close(self) -> None:
         """Lends no more, and publishes nothing more. Loans stay as they are. Idempotent."""
-        with self._lock:
-            if self._stop.is_set():
-                return
-            self._stop.set()
-            with contextlib.suppress(Error):  # the member has left
-                self._registration.publish(lending={})
-        self._end()
+        if self._own.close():
+            self._end()
 
     def __enter__(self) -> Lending:
         """Itself."""
@@ -341,8 +315,6 @@ class Lending:
         """Closes."""
         self.close()
 
-    # ---- moving
-
     @contextlib.contextmanager
     def _turn(self, deadline: Deadline) -> Iterator[None]:
         """One call at a time moves blocks."""
@@ -353,88 +325,15 @@ class Lending:
         finally:
             self._moving.release()
 
-    def _parts(self, sequence: LentSequence, plan: policy.OffloadPlan, lent: dict[int, Addresses]) -> list[Part]:
-        addrs, used = sequence.addrs, dict.fromkeys(lent, 0)
-        parts = []
-        for move in plan.moves:
-            begin = used[move.creditor]
-            used[move.creditor] = end = begin + move.blocks
-            with self._lock:
-                name = self._members.name(move.creditor)
-            parts.append(
-                Part(move.first, addrs[move.first : move.first + move.blocks], lent[move.creditor][begin:end], name)
-            )
-        return parts
-
     def _bring_home(self, plan: Callable[[], Iterable[policy.Payback]], timeout: float | None) -> int:
         """What the plan says, which is made when it is this call's turn; how many blocks have come home."""
         deadline = self._deadline(timeout)
         with self._turn(deadline):
-            self._check_open()
-            home = self._bring_all(plan(), deadline)
+            self._own.check_open()
+            home = self._home.bring(plan(), deadline)
         if home:
-            self._tell()
+            self._own.tell()
         return home
-
-    def _bring_all(self, plan: Iterable[policy.Payback], deadline: Deadline) -> int:
-        """How many blocks have come home; what a creditor does not give up now stays there."""
-        home = 0
-        for part in plan:
-            try:
-                home += self._bring(part, deadline)
-            except (OutOfBlocks, DeadlineExceeded):  # others took the room, or there is no time for more
-                break
-            except ClosedError:
-                raise
-            except Error as error:
-                _log.info("%d blocks stay with member %d: %s", part.blocks, part.creditor, error)
-        return home
-
-    def _bring(self, plan: policy.Payback, deadline: Deadline) -> int:
-        sequence = self._borrowing.sequence(plan.sequence)
-        set_backs = sequence._set_backs
-        old = sequence.addrs[plan.first : plan.first + plan.blocks]
-        home = self._pool.alloc(plan.blocks, int(self._medium), False, timeout=deadline.left("bring blocks home"))
-        try:
-            bring(self._pool, sequence, Part(plan.first, old, home, ""), set_backs, deadline)
-        except BaseException:
-            give_up(self._pool, home)
-            raise
-        give_up(self._pool, old)
-        return plan.blocks
-
-    # ---- this member
-
-    def _stats(self) -> Any:
-        stats = self._pool.stats()
-        return stats.hbm if self._medium == HBM else stats.dram
-
-    def _row(self) -> policy.Row:
-        stats, record = self._stats(), self._registration.record
-        limit = self._pool.peers.lend_max
-        lend_max = stats.capacity if limit is None else min(limit, stats.capacity)
-        debts = {
-            peer.instance: peer.borrowed_blocks for peer in self._pool.peers if peer.instance and peer.borrowed_blocks
-        }
-        return policy.Row(
-            record.instance,
-            record.term,
-            self._version + 1,
-            this_host(),
-            stats.capacity,
-            {self._medium: max(0, stats.free - self._reserve)},
-            lend_max,
-            stats.lent,
-            debts,
-            min(stats.lent, max(0, stats.lent - lend_max, self._reserve - stats.free)),
-        )
-
-    def _tell(self) -> None:
-        """Publishes after blocks have moved. They have, even if this fails."""
-        try:
-            self.publish()
-        except Error as error:
-            _log.info("the row was not published: %s", error)
 
     def _deadline(self, timeout: float | None) -> Deadline:
         if timeout is None:
@@ -443,11 +342,21 @@ class Lending:
             raise ArgumentError(f"timeout is {timeout}; it must be 0 or more")
         return Deadline(timeout)
 
-    def _check_open(self) -> None:
-        if self.closed:
-            raise ClosedError("lending was closed")
-        if self._pool.closed:
-            raise ClosedError("the pool is closed")
+
+def _settler(
+    registration: Registration, heartbeat_s: float, leaf: int, settle_min: int | None, settle_blocks: int | None
+) -> policy.Settler:
+    return policy.Settler(
+        registration.instance,
+        policy.Ledger(),
+        least=leaf if settle_min is None else _count("settle_min", settle_min, 1),
+        chunk=_ROUND_LEAVES * leaf if settle_blocks is None else _count("settle_blocks", settle_blocks, 1),
+        leaf=leaf,
+        freeze_s=min(_FREEZE_HEARTBEATS * heartbeat_s, policy.FREEZE_S_MAX),
+        pause_s=_PAUSE_HEARTBEATS * heartbeat_s,
+        number=time.monotonic_ns(),  # goes on where an earlier one of this process ended
+        seed=registration.record.incarnation,
+    )
 
 
 def _leaf_blocks(block_tokens: int) -> int:

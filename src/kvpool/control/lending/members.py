@@ -1,4 +1,4 @@
-"""The ledger that a member keeps of all members: rows out of their records, and this member's row into its record."""
+"""The ledger that a member keeps of all members, and what they say of settlements: in step with the cluster."""
 
 from __future__ import annotations
 
@@ -6,71 +6,15 @@ import logging
 import queue
 import time
 from collections.abc import Callable, Mapping
-from functools import lru_cache
-from pathlib import Path
-from platform import node
-from typing import Any, Final
 
 from kvpool.cluster import Cluster, Member, MemberEvent
+from kvpool.control.lending.records import row_from, said_from
 from kvpool.errors import ArgumentError, PeerLost
 from kvpool.policy import lending
-from kvpool.types import Medium
 
-__all__ = ["LendingMembers", "row_from", "row_json", "this_host"]
+__all__ = ["LendingMembers"]
 
 _log = logging.getLogger("kvpool.lending")
-
-_VERSION: Final = 1
-
-
-def row_json(row: lending.Row) -> dict[str, Any]:
-    """What a member publishes of a row: the rest is in its record."""
-    return {
-        "v": _VERSION,
-        "version": row.version,
-        "host": row.host,
-        "blocks": row.blocks,
-        "free": {str(int(medium)): blocks for medium, blocks in row.free.items()},
-        "lend_max": row.lend_max,
-        "lent": row.lent,
-        "wants": row.wants,
-        "debts": {str(creditor): blocks for creditor, blocks in row.debts.items()},
-    }
-
-
-def row_from(member: Member) -> lending.Row | None:
-    """The row in a member's record; None if it takes no part in lending, or publishes what this version cannot read.
-
-    Raises:
-        ArgumentError: It is no row that a member can be in.
-    """
-    fields = member.lending
-    if not fields or fields.get("v") != _VERSION:
-        return None
-    try:
-        return lending.Row(
-            member.instance,
-            member.term,
-            fields["version"],
-            fields["host"],
-            fields["blocks"],
-            {Medium(int(medium)): blocks for medium, blocks in fields["free"].items()},
-            fields["lend_max"],
-            fields["lent"],
-            {int(creditor): blocks for creditor, blocks in fields["debts"].items()},
-            fields["wants"],
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:  # an ArgumentError is a ValueError
-        raise ArgumentError(f"{member.name} publishes a row that cannot be: {error!r}") from None
-
-
-@lru_cache(maxsize=1)
-def this_host() -> str:
-    """Tells this machine from others, whatever names containers give it."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return node()
 
 
 class LendingMembers:
@@ -81,12 +25,20 @@ class LendingMembers:
 
     Args:
         cluster: Whose members.
+        settler: Hears what they say. Its ledger is kept.
         forgive_s: Seconds for which a correction counts.
         clock: Seconds, of any origin.
     """
 
-    def __init__(self, cluster: Cluster, forgive_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.ledger = lending.Ledger()
+    def __init__(
+        self,
+        cluster: Cluster,
+        settler: lending.Settler,
+        forgive_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.ledger = settler.ledger
+        self._settler = settler
         self._forgive_s = forgive_s
         self._clock = clock
         self._names: dict[int, str] = {}
@@ -143,11 +95,23 @@ class LendingMembers:
         except ArgumentError as error:
             _log.warning("%s", error, extra={"member": member.name, "why": "its row cannot be read"})
             return
-        if row is not None and self.ledger.take(row):
+        if row is None:
+            self._settler.hear(member.instance, None)
+        elif self.ledger.take(row):
             self._corrected.pop(member.instance, None)
+            self._settler.hear(member.instance, _said(member))  # what it says is as old as its row
 
     def _remove(self, instance: int) -> None:
         self.ledger.leave(instance)
+        self._settler.hear(instance, None)
         self._names.pop(instance, None)
         self._corrected.pop(instance, None)
         self._ended.discard(instance)
+
+
+def _said(member: Member) -> lending.Said | None:
+    try:
+        return said_from(member)
+    except ArgumentError as error:
+        _log.warning("%s", error, extra={"member": member.name, "why": "what it says of settlements cannot be read"})
+        return None

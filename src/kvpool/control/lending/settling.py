@@ -1,0 +1,102 @@
+"""Settles cycles of debts with other members: this member's part, from what they say to blocks that come home."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+from kvpool.control.lending.home import Homecoming
+from kvpool.control.lending.members import LendingMembers
+from kvpool.control.lending.moving import Deadline
+from kvpool.control.lending.publisher import Publisher
+from kvpool.control.lending.sequences import Borrowing
+from kvpool.policy import lending as policy
+
+__all__ = ["Settling"]
+
+_log = logging.getLogger("kvpool.lending")
+
+
+class Settling:
+    """Takes turns in settlements. One thread at a time calls `turn`; any may ask what is frozen.
+
+    Args:
+        settler: Decides.
+        members: What others publish.
+        own: Publishes what this member says, and knows its room.
+        borrowing: The sequences of this member.
+        home: Brings their blocks home.
+        leaf: Blocks of a leaf.
+        lock: Of the members and the settler.
+        clock: Seconds, of any origin.
+    """
+
+    def __init__(
+        self,
+        settler: policy.Settler,
+        members: LendingMembers,
+        own: Publisher,
+        borrowing: Borrowing,
+        home: Homecoming,
+        leaf: int,
+        lock: threading.Lock,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settler = settler
+        self._members = members
+        self._own = own
+        self._borrowing = borrowing
+        self._home = home
+        self._leaf = leaf
+        self._lock = lock
+        self._clock = clock
+
+    def turn(self, deadline: Deadline) -> int:
+        """Answers and calls, and brings home what is due and has room; how many blocks have come home."""
+        with self._lock:
+            if not self._own.settles:
+                self._own.settles = self._settler.news = True
+            self._members.apply()
+            due = self._settler.turn(self._clock(), self._able, self._own.room)
+            for note in self._settler.notes():
+                _log.info("%s", note)
+        return 0 if due is None else self._home.bring(self._parts(due), deadline, lambda n: self._note(due, n))
+
+    @property
+    def has_news(self) -> bool:
+        """Whether others wait for what this member says now."""
+        return self._settler.news
+
+    def payable(self, loans: Iterable[policy.Loan]) -> tuple[policy.Loan, ...]:
+        """What may be paid back otherwise now: the loans without blocks that are frozen."""
+        found = list(loans)
+        with self._lock:
+            now = self._clock()
+            frozen = {creditor: self._settler.frozen(creditor, now) for creditor in {loan.creditor for loan in found}}
+        return policy.payable(found, frozen)
+
+    def room(self) -> int:
+        """Free blocks beyond the reserve that no round needs now."""
+        with self._lock:
+            due = self._settler.due(self._clock())
+        return max(0, self._own.room() - (0 if due is None else due.blocks))
+
+    def _able(self, creditor: int) -> int:
+        return sum(loan.blocks for loan in self._borrowing.loans() if loan.creditor == creditor)
+
+    def _parts(self, due: policy.Due) -> Iterator[policy.Payback]:
+        """What comes home of that which is due, as long as its freeze counts and its coordinator calls."""
+        loans = [loan for loan in self._borrowing.loans() if loan.creditor == due.creditor]
+        for part in policy.plan_payback(loans, due.portion(self._own.room()), leaf=self._leaf):
+            with self._lock:
+                self._members.apply()
+                now_due = self._settler.due(self._clock())
+            if now_due is None or (now_due.coordinator, now_due.key) != (due.coordinator, due.key):
+                return
+            yield part
+
+    def _note(self, due: policy.Due, blocks: int) -> None:
+        with self._lock:
+            self._settler.brought(due, blocks)
