@@ -52,7 +52,7 @@ def run(context: Context) -> Report:
     return report
 
 
-class _Split:
+class Split:
     """A sequence of which the first half lies with the creditor."""
 
     def __init__(self, pool: kvpool.Pool, tokens: int) -> None:
@@ -82,7 +82,7 @@ class _Split:
 
 
 def _two_processes(here: kvpool.Pool, whole: kvpool.Pool, tokens: int, rounds: int) -> list[Row]:
-    split = _Split(here, tokens)
+    split = Split(here, tokens)
     addrs = whole.alloc(tokens // BLOCK_TOKENS, kvpool.DRAM)
     with whole.sequence(addrs) as seq:
         q = query(whole, HEADS)
@@ -99,7 +99,7 @@ def _two_processes(here: kvpool.Pool, whole: kvpool.Pool, tokens: int, rounds: i
             "auto": lambda: split.step("auto"),
             "fetch": split.fetch_step,
         }
-        times = _in_turns(ways, rounds)
+        times = in_turns(ways, rounds)
     whole.free(addrs)
     split.close()
     best = min(times["there"], times["here"])
@@ -113,7 +113,7 @@ def _two_processes(here: kvpool.Pool, whole: kvpool.Pool, tokens: int, rounds: i
     ]  # fmt: skip
 
 
-def _in_turns(ways: dict[str, Callable[[], float]], rounds: int) -> dict[str, float]:
+def in_turns(ways: dict[str, Callable[[], float]], rounds: int) -> dict[str, float]:
     times: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(rounds + 3):
         for name, way in ways.items():

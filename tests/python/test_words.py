@@ -87,6 +87,7 @@ EXCEPTIONS: Final[dict[str, dict[str, str]]] = {
         "tests/python/transfer/test_routes.py": "UCX",
     },
     "settle": {
+        "bench/distattention/fragments.py": "debts",
         "bench/lending/settlement.py": "debts",
         "docs/how-to/lending.md": "debts",
         "docs/internals/lending.md": "debts",

@@ -32,7 +32,7 @@ class Batching:
     """
 
     block_tokens: int = 16
-    chunk_tokens: int = 8192
+    chunk_tokens: int = 4096
     batch_requests: int = 256
     steps: int = 64
     compute_share: float = 0.5
@@ -147,8 +147,7 @@ class Engine:
             self.prompts.append(job)
         else:
             job.computed = job.tokens
-            self._wrote(job)
-            self.running.append(job)
+            self._written(job)
         self.wake()
 
     def wake(self) -> None:
@@ -280,7 +279,7 @@ class Engine:
             self._wrote(job)
             if job.computed == job.tokens:
                 self.prompts.remove(job)
-                self.running.append(job)
+                self._written(job)
                 job.made += 1
                 job.computed += 1
                 made += 1
@@ -297,6 +296,12 @@ class Engine:
         self._fleet.stepped(self, made, left)
         self._steps = 0
         self._go()
+
+    def _written(self, job: Job) -> None:
+        """All of its prompt is there: it decodes."""
+        self._wrote(job)
+        self.memory.unstage(job.number)
+        self.running.append(job)
 
     def _wrote(self, job: Job) -> None:
         stored = self.memory.sequences[job.number]

@@ -158,13 +158,25 @@ class LendingFleet:
         return Memory(member, machines.blocks, lend_max, reserve, host)
 
     @property
+    def engine_count(self) -> int:
+        """How many engines it has."""
+        return self._machines.engines
+
+    @property
+    def tokens(self) -> int:
+        """Tokens for which an engine has memory."""
+        return (self._machines.blocks - self._watermark) * self._batching.block_tokens
+
+    @property
     def context_max(self) -> int:
         """Tokens of the longest request that is not refused."""
         machines = self._machines
         blocks = machines.blocks - self._watermark
         if self._rules is not None:
             keeps = max(int(self._rules.reserve_part * machines.blocks), machines.blocks - self._lend_max)
-            blocks += (machines.engines - 1) * (machines.blocks - keeps)
+            if machines.engines > 1:
+                staged = 2 * self._rules.chunk + 2 * self._rules.leaf  # in leaves at home, and to the last leaf
+                blocks += (machines.engines - 1) * (machines.blocks - keeps) - staged
         return blocks * self._batching.block_tokens
 
     def run(self, requests: Sequence[Arrival]) -> FleetOutcome:
@@ -264,10 +276,9 @@ class LendingFleet:
             return False
         engine = free[0]
         blocks = engine.blocks_of(job.tokens + 1)
-        short = blocks + self._watermark - engine.memory.free
-        if short <= 0:
+        if blocks + self._watermark <= engine.memory.free:
             engine.memory.grow(job.number, blocks)
-        elif self._out.market is None or not self._out.market.place(engine.member, job.number, blocks, short):
+        elif self._out.market is None or not self._out.market.place(engine.member, job.number, blocks, self._watermark):
             return False
         self._queue.popleft()
         engine.join(job)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvpool.policy import lending
-from kvpool.sim.lending_memory import Memory, Stored
+from kvpool.sim.lending_memory import Memory
 
 __all__ = ["Market", "Rules"]
 
@@ -26,6 +26,7 @@ class Rules:
         lend_part: A member lends at most this part of its blocks.
         reserve_part: It keeps this part of them free of loans.
         leaf: Blocks of a leaf, a power of two.
+        chunk: Blocks of a prompt that are computed at a time; two chunks are staged while blocks go out.
         payback: Whether debts come home while there is room.
         settle_every: Heartbeats from one settlement of cycles to the next; 0: none.
         settle_least: Blocks below which a cycle is left alone.
@@ -35,6 +36,7 @@ class Rules:
     lend_part: float = 0.9
     reserve_part: float = 0.02
     leaf: int = lending.LEAF_BLOCKS
+    chunk: int = 2 * lending.LEAF_BLOCKS
     payback: bool = True
     settle_every: int = 10
     settle_least: int = lending.LEAF_BLOCKS
@@ -80,27 +82,48 @@ class Market:
 
     # ---- borrowing
 
-    def place(self, member: int, name: int, blocks: int, short: int) -> bool:
-        """Gives a new sequence its blocks, and sends `short` of them, or of others, to creditors. All or nothing."""
+    def place(self, member: int, name: int, blocks: int, keep: int) -> bool:
+        """Gives a new sequence its blocks; later ones lie with creditors where they have no room at home.
+
+        They are not written yet, so nothing is copied: chunk after chunk goes out through blocks that are staged.
+
+        Args:
+            member: Whose sequence it is.
+            name: The sequence's.
+            blocks: That it needs.
+            keep: Free blocks that stay at home.
+        """
         memory = self._memories[member]
-        moves = self._plan(memory, short, [Stored(name, blocks).held()])
-        if moves is None:
-            return False
-        self._copy(memory, memory.grow(name, blocks, moves))
+        free, leaf, chunk = max(0, memory.free - keep), self._rules.leaf, self._rules.chunk
+        plan = lending.plan_prefill(blocks, free, {}, chunk, leaf, leaf)
+        if plan.missing:
+            lent = self.borrow(member, plan.missing)
+            if lent is None:
+                return False
+            plan = lending.plan_prefill(blocks, free, lent, chunk, leaf, leaf)
+            for part in plan.away:
+                lent[part.creditor] -= 0 if plan.missing else part.blocks
+            self._return(member, lent)
+            if plan.missing:
+                return False
+        memory.grow(name, blocks, [lending.Offload(name, part.first, part.blocks, part.creditor) for part in plan.away])
+        memory.stage(name, plan.staging)
         return True
 
     def make_room(self, member: int, blocks: int) -> bool:
         """Sends blocks to creditors, so that so many become free at home, or up to a leaf more. All or nothing."""
         memory = self._memories[member]
-        moves = self._plan(memory, blocks, [])
+        moves = self._plan(memory, blocks)
         if moves is None:
             return False
-        self._copy(memory, memory.move(moves))
+        for creditor, copied in memory.move(moves).items():
+            if copied:
+                self._copied(member, creditor, copied)
         return True
 
-    def _plan(self, memory: Memory, need: int, more: list[lending.Held]) -> tuple[lending.Offload, ...] | None:
+    def _plan(self, memory: Memory, need: int) -> tuple[lending.Offload, ...] | None:
         """Which blocks go where, into room that is lent for exactly these; None if no members lend so much."""
-        held = [*more, *(stored.held() for stored in memory.sequences.values())]
+        held = [stored.held() for stored in memory.sequences.values()]
         leaf = self._rules.leaf
         for blocks in dict.fromkeys((-(-need // leaf) * leaf, need)):
             lent = self.borrow(memory.member, blocks)
@@ -116,11 +139,6 @@ class Market:
                 lent[move.creditor] += move.blocks
             self._return(memory.member, lent)
         return None
-
-    def _copy(self, memory: Memory, copied: Mapping[int, int]) -> None:
-        for creditor, blocks in copied.items():
-            if blocks:
-                self._copied(memory.member, creditor, blocks)
 
     def borrow(self, member: int, blocks: int) -> dict[int, int] | None:
         """Room by creditor: all at one, or else parts of a half, and so on. None, and nothing lent, if it lacks."""

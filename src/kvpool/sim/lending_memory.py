@@ -59,7 +59,7 @@ class Stored:
 class Memory:
     """One instance's blocks.
 
-    Invariant: free blocks, blocks of local sequences at home, and lent ones are together `blocks`.
+    Invariant: free blocks, staged ones, those of local sequences at home, and lent ones are together `blocks`.
 
     Args:
         member: The instance's id.
@@ -75,6 +75,7 @@ class Memory:
         self.sequences: dict[int, Stored] = {}
         self.lent: dict[int, int] = {}  # by debtor
         self.debts: dict[int, int] = {}  # by creditor
+        self.staged: dict[int, int] = {}  # by sequence: through which a prompt's blocks go out
         self.most_lent = 0
         self._versions = 0
         self._loans = 0
@@ -108,8 +109,19 @@ class Memory:
         self.grow(stored.name, stored.blocks)
         self.sequences[stored.name].written = stored.written
 
+    def stage(self, name: int, blocks: int) -> None:
+        """Keeps blocks for a prompt on its way out, until `unstage` or the end of its sequence."""
+        if blocks:
+            self.free -= blocks
+            self.staged[name] = blocks
+
+    def unstage(self, name: int) -> None:
+        """Frees them, if there are any."""
+        self.free += self.staged.pop(name, 0)
+
     def end(self, name: int) -> dict[int, int]:
         """Ends a sequence; the blocks by creditor that are now to be given back (`returned` there)."""
+        self.unstage(name)
         stored = self.sequences.pop(name)
         self.free += stored.blocks - stored.away
         given = stored.at()
@@ -190,7 +202,7 @@ class Memory:
         home = sum(stored.blocks - stored.away for stored in self.sequences.values())
         lent = sum(self.lent.values())
         assert self.free >= 0, f"member {self.member} has {self.free} blocks free"
-        assert self.free + home + lent == self.blocks, f"member {self.member}: {vars(self)}"
+        assert self.free + sum(self.staged.values()) + home + lent == self.blocks, f"member {self.member}: {vars(self)}"
         assert lent <= self.lend_max, f"member {self.member} lends {lent} of {self.lend_max}"
         owed: dict[int, int] = {}
         for stored in self.sequences.values():

@@ -17,8 +17,8 @@ The paper names models, GPUs, ranges of context lengths and shares of long reque
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Final, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +44,7 @@ __all__ = [
     "Lengths",
     "Setting",
     "fleet",
+    "lending_rules",
     "machines",
     "requests",
 ]
@@ -186,7 +187,7 @@ def fleet(
     Args:
         setting: Model and GPUs.
         design: One of DESIGNS.
-        rules: Of a lending fleet; by default those of `Rules`, in leaves of 1,024 tokens.
+        rules: Of a lending fleet; by default `lending_rules()`.
         chunk_tokens: As in `Batching`; 0: prompts come with their KV.
         seed: Of the searches for creditors.
     """
@@ -195,5 +196,10 @@ def fleet(
     batching = Batching(BLOCK_TOKENS, chunk_tokens, whole * Batching.batch_requests)
     if design != "lending":
         return LendingFleet(engine, batching, migrate=design == "migrating")
-    rules = rules or Rules(leaf=LEAF_BLOCKS, settle_least=LEAF_BLOCKS)
-    return LendingFleet(engine, batching, rules, seed=seed)
+    return LendingFleet(engine, batching, rules or lending_rules(), seed=seed)
+
+
+def lending_rules(**changes: Any) -> Rules:
+    """Those of `Rules`, in leaves of 1,024 tokens and chunks of `Batching`, with some changes."""
+    chunk = Batching.chunk_tokens // BLOCK_TOKENS
+    return replace(Rules(leaf=LEAF_BLOCKS, chunk=chunk, settle_least=LEAF_BLOCKS), **changes)

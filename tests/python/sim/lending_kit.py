@@ -38,7 +38,7 @@ def fleet(engines, blocks, rules=None, scale=1e-3, chunk=16, steps=64, **setting
 
 def rules(**settings):
     """Leaves of two blocks."""
-    return Rules(**{"leaf": 2, "settle_every": 2, "settle_least": 1, **settings})
+    return Rules(**{"leaf": 2, "chunk": 1, "settle_every": 2, "settle_least": 1, **settings})
 
 
 def mixed(seed, count=60, longest=400, rate=0.5):
