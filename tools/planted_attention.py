@@ -206,6 +206,24 @@ ATTENTION_BUGS: Final[tuple[Bug, ...]] = (
         ("python/test_lending.py",),
         build="python",
     ),
+    Bug(
+        "gpu-leaf-behind-the-query",
+        "attend_gpu",
+        "of several query tokens, later ones see the first tokens of leaves that lie behind all of them",
+        in_cpp(
+            "attend_gpu/leaf_plan.cpp",
+            "std::clamp(seen, -kSeenMax, kSeenMax)",
+            "std::clamp(seen, std::int64_t{0}, kSeenMax)",
+        ),
+        ("attend_gpu_test.cpp",),
+    ),
+    Bug(
+        "gpu-levels-together",
+        "attend_gpu",
+        "every level of merges is given the pairs of the lowest one: results are plausible, and wrong",
+        in_cpp("attend_gpu/gpu_attention.cpp", "    pairs.pairs += count * sizeof(MergePair);\n", ""),
+        ("attend_gpu_test.cpp",),
+    ),
     in_triton(
         "gpu-natural-exponential",
         "scores in base 2 are taken for natural logarithms: tokens are weighted wrongly",

@@ -4,7 +4,7 @@ The same two steps as on the CPU (cpp/kvpool/attention): `attend_leaves` gives t
 values of each leaf in base 2 (partial.h), `merge_pairs` makes two nodes into one with the bits of merge_rows.cpp. Rows
 lie in memory as in a PartialNode, so what the GPU computed is a node without conversion.
 
-They are to be compiled ahead of time: at run time there is neither Triton nor torch. The tests run them
+compile.py makes machine code of them ahead of time: at run time there is neither Triton nor torch. The tests run them
 in Triton's interpreter.
 """
 # ruff: noqa: ANN001, ANN201  # annotations of a kernel are for Triton's compiler
@@ -12,9 +12,9 @@ in Triton's interpreter.
 import triton
 import triton.language as tl
 
-# Columns of a row of `tasks`, int64 each.
+# Columns of a row of `tasks`, int64 each: LeafTask of cpp/kvpool/attend_gpu/leaf_plan.h.
 TASK_COLUMNS = tl.constexpr(8)
-# Columns of a row of `pairs`, int64 each.
+# Columns of a row of `pairs`, int64 each: MergePair, in the same file.
 PAIR_COLUMNS = tl.constexpr(3)
 
 

@@ -10,6 +10,7 @@
 #include "kvpool/base/error.h"
 #include "kvpool/cuda/driver.h"
 #include "kvpool/cuda/lasting.h"
+#include "kvpool/cuda/module_driver.h"
 
 namespace kvpool {
 namespace {
@@ -105,6 +106,18 @@ KVPOOL_SAME_CALL(memcpy_batch_v1, cuMemcpyBatchAsync);
 #endif
 #undef KVPOOL_SAME_CALL
 
+#define KVPOOL_SAME_CALL(ours, theirs) \
+  static_assert(SameCall<decltype(ModuleDriver::ours), decltype(&(theirs))>::value, #theirs)
+KVPOOL_SAME_CALL(module_load_data, cuModuleLoadData);
+KVPOOL_SAME_CALL(module_unload, cuModuleUnload);
+KVPOOL_SAME_CALL(module_get_function, cuModuleGetFunction);
+KVPOOL_SAME_CALL(func_set_attribute, cuFuncSetAttribute);
+KVPOOL_SAME_CALL(launch_kernel, cuLaunchKernel);
+#if CUDA_VERSION >= 12040
+KVPOOL_SAME_CALL(func_load, cuFuncLoad);
+#endif
+#undef KVPOOL_SAME_CALL
+
 #define KVPOOL_SAME_FIELD(ours, field, theirs, their_field) \
   static_assert(offsetof(ours, field) == offsetof(theirs, their_field), #theirs "." #their_field)
 static_assert(sizeof(CuMemLocation) == sizeof(CUmemLocation));
@@ -169,6 +182,12 @@ TEST_CASE("cuda abi: constants are those of cuda.h") {
        CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED},
       {"GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED", kCuDeviceRdmaOfVirtualMemory,
        CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED},
+      {"MAX_SHARED_MEMORY_PER_BLOCK_OPTIN", kCuDeviceSharedOptinBytes,
+       CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN},
+      {"COMPUTE_CAPABILITY_MAJOR", kCuDeviceMajor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR},
+      {"COMPUTE_CAPABILITY_MINOR", kCuDeviceMinor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR},
+      {"CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES", kCuFuncSharedBytesMax,
+       CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES},
   };
   for (const Pair& pair : pairs) {
     CAPTURE(pair.name);

@@ -19,6 +19,7 @@ CPP_FLOORS: dict[str, set[str]] = {
     "cuda": {"base"},
     "arena": {"base", "cuda"},
     "attention": {"base"},
+    "attend_gpu": {"base", "cuda", "attention"},
     "net": {"base"},
     "exec": {"base"},
     "blocks": {"base", "cuda", "arena"},

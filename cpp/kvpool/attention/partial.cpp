@@ -118,7 +118,7 @@ float to_base_two(float lse, LseBase base) noexcept {
 }  // namespace
 
 std::string kernel_name(const KernelId& kernel) {
-  static constexpr const char* kNames[] = {"portable", "avx2", "avx512", "avx512bf16"};
+  static constexpr const char* kNames[] = {"portable", "avx2", "avx512", "avx512bf16", "sm80", "sm90", "sm100"};
   static_assert(std::size(kNames) == static_cast<std::size_t>(kAttentionIsaMax) + 1);
   return std::string(kNames[static_cast<std::size_t>(kernel.isa)]) + "/" + std::to_string(kernel.version);
 }

@@ -48,8 +48,16 @@ struct PartialShape {
 
 // Which code computed a leaf. Kernels differ in their last bits, so only parts of one kernel are bit-identical however
 // the tokens were split. The numbers go over the wire.
-enum class AttentionIsa : std::uint8_t { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3 };
-inline constexpr AttentionIsa kAttentionIsaMax = AttentionIsa::kAvx512Bf16;
+enum class AttentionIsa : std::uint8_t {
+  kPortable = 0,
+  kAvx2 = 1,
+  kAvx512 = 2,
+  kAvx512Bf16 = 3,
+  kSm80 = 4,  // GPUs, by the target that the kernel was compiled for
+  kSm90 = 5,
+  kSm100 = 6,
+};
+inline constexpr AttentionIsa kAttentionIsaMax = AttentionIsa::kSm100;
 
 struct KernelId {
   AttentionIsa isa = AttentionIsa::kPortable;

@@ -27,19 +27,20 @@ thread_local std::vector<Context*> current_stack;
 thread_local int capture_mode = kModeGlobal;
 
 std::map<std::string, int> default_settings() {
-  return {{"devices", 4},   {"memory_mib", 256},  {"version", 13000}, {"virtual_memory", 1}, {"delay_us", 200},
-          {"ipc", 1},       {"hold_register", 0}, {"capturing", 0},   {"wait_value", 1},     {"wait_s", 30},
-          {"one_queue", 0}, {"unmap_waits", 1},   {"l2_kib", 4096},   {"compute_mode", 0}};
+  return {{"devices", 4},    {"memory_mib", 256}, {"version", 13000},         {"virtual_memory", 1},
+          {"delay_us", 200}, {"ipc", 1},          {"hold_register", 0},       {"capturing", 0},
+          {"wait_value", 1}, {"wait_s", 30},      {"one_queue", 0},           {"unmap_waits", 1},
+          {"l2_kib", 4096},  {"compute_mode", 0}, {"compute_capability", 90}, {"shared_optin", 232448}};
 }
 
 // Whether the call breaks a capture that is under way. Calls on a whole context always do; calls that may wait for
 // work, or allocate or free memory, do unless the thread's capture mode is relaxed.
 bool breaks_capture(const std::string& call) {
   static const std::set<std::string> kOfContext{"cuCtxSynchronize", "cuCtxRecordEvent"};
-  static const std::set<std::string> kUnsafe{"cuEventQuery",    "cuStreamSynchronize", "cuMemAlloc",
-                                             "cuMemFree",       "cuMemCreate",         "cuMemMap",
-                                             "cuMemUnmap",      "cuMemHostRegister",   "cuMemHostUnregister",
-                                             "cuStreamDestroy", "cuStreamCreate",      "cuEventCreate"};
+  static const std::set<std::string> kUnsafe{
+      "cuEventQuery",   "cuStreamSynchronize", "cuMemAlloc",        "cuMemFree",           "cuMemCreate",
+      "cuMemMap",       "cuMemUnmap",          "cuMemHostRegister", "cuMemHostUnregister", "cuStreamDestroy",
+      "cuStreamCreate", "cuEventCreate",       "cuModuleLoadData",  "cuModuleUnload",      "cuFuncLoad"};
   if (state().settings.at("capturing") == 0) return false;
   return kOfContext.contains(call) || (capture_mode != kModeRelaxed && kUnsafe.contains(call));
 }
@@ -56,6 +57,12 @@ int value_of_attribute(int attribute) {
       return settings.at("compute_mode");
     case 38:  // L2_CACHE_SIZE
       return settings.at("l2_kib") * 1024;
+    case 75:  // COMPUTE_CAPABILITY_MAJOR
+      return settings.at("compute_capability") / 10;
+    case 76:  // COMPUTE_CAPABILITY_MINOR
+      return settings.at("compute_capability") % 10;
+    case 97:  // MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+      return settings.at("shared_optin");
     case 91:  // CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
     case 98:  // CAN_FLUSH_REMOTE_WRITES
       return 1;
@@ -184,6 +191,7 @@ void fake_cuda_reset() {
   s.registered.clear();
   s.ranges.clear();
   s.handles.clear();
+  forget_modules();
   for (const auto& [handle, event] : s.events) delete event;
   s.events.clear();
   for (Context& context : s.contexts) {
@@ -252,6 +260,7 @@ const char* fake_cuda_left() {
   add("registered", s.registered.size());
   add("streams", s.streams.size());
   add("events", s.events.size());
+  add("modules", modules_left());
   return s.text.c_str();
 }
 

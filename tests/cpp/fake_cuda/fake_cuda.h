@@ -73,6 +73,8 @@ using HostOfFunction = void*(int device, unsigned long long address, std::size_t
 //                     is still written                                      1
 //   "l2_kib"          CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE                     4096
 //   "compute_mode"    CU_DEVICE_ATTRIBUTE_COMPUTE_MODE; 3: exclusive        0
+//   "compute_capability" 10 times the major number, and the minor one       90
+//   "shared_optin"    MAX_SHARED_MEMORY_PER_BLOCK_OPTIN                     232448
 //   "delay_us"        that a piece of a stream's work waits, at most        200
 //   "wait_value"      whether streams can wait for words                     1
 //   "wait_s"          after which such a wait ends the context               30
@@ -89,7 +91,8 @@ using HostOfFunction = void*(int device, unsigned long long address, std::size_t
 //   "bytes copied"    by those
 //   "callers held up" that found a stream full
 //   "waits behind words" calls that waited for all work of a GPU where a stream waited for a word
-//   "modules loaded"  by fake_cuda_load_module
+//   "modules loaded"  by fake_cuda_load_module and cuModuleLoadData
+//   "loaded at a launch" kernels, which waited for all work of the GPU (../fake_cubin.h)
 //   "captures broken" calls that were refused because of a capture
 
 }  // namespace kvpool::fake_cuda

@@ -146,6 +146,9 @@ Stream* enter_stream(const char* call, const std::string& argument, void* handle
 Stream* stream_of(const char* call, void* handle, Context* context);
 // The event with this handle; the same. REQUIRES: the lock.
 Event* event_of(const char* call, void* handle);
+// Modules that were loaded and not unloaded (modules.cpp); forgets them, and what kernels do. REQUIRE: the lock.
+std::size_t modules_left();
+void forget_modules();
 // For what a real driver does not check: prints it and ends the process.
 [[noreturn]] void undefined(const std::string& call, const std::string& what);
 

@@ -1,0 +1,224 @@
+#include "kvpool/attend_gpu/gpu_attention.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "kvpool/base/error.h"
+#include "kvpool/cuda/lasting.h"
+#include "kvpool/cuda/wait_word.h"
+
+namespace kvpool {
+namespace {
+
+constexpr const char* kWhat = "attention on a GPU";
+constexpr std::size_t kAlignment = 256;
+constexpr std::size_t kSpaceBytesMin = std::size_t{1} << 20;
+constexpr std::uint8_t kVersion = 1;  // raised when a change of the kernels changes bits
+
+std::size_t aligned(std::size_t bytes) noexcept { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+unsigned divided_up(std::uint64_t a, std::uint64_t b) noexcept { return static_cast<unsigned>((a + b - 1) / b); }
+
+AttentionIsa isa_of(std::uint32_t target) noexcept {
+  return target >= 100 ? AttentionIsa::kSm100 : target >= 90 ? AttentionIsa::kSm90 : AttentionIsa::kSm80;
+}
+
+template <class T>
+void put(std::byte* to, const std::vector<T>& values) noexcept {
+  if (!values.empty()) std::memcpy(to, values.data(), values.size() * sizeof(T));
+}
+
+}  // namespace
+
+GpuAttention::Space::Space(const std::shared_ptr<const CudaContext>& of, std::size_t size)
+    : context(of), bytes(size), host(of, size) {
+  context->driver().require(context->driver().mem_alloc(&device, bytes), "cuMemAlloc", kWhat);
+}
+
+GpuAttention::Space::~Space() {
+  const CurrentContext current(*context);
+  if (current) context->driver().mem_free(device);
+}
+
+GpuAttention::GpuAttention(std::shared_ptr<const CudaContext> context, std::unique_ptr<const ModuleDriver> modules)
+    : context_(std::move(context)), modules_(std::move(modules)) {}
+
+GpuAttention::~GpuAttention() = default;
+
+std::unique_ptr<GpuAttention> GpuAttention::load(const std::shared_ptr<const CudaContext>& context,
+                                                 std::span<const AttentionCubin> cubins) {
+  if (cubins.empty()) return nullptr;
+  const CurrentContext current(*context, kWhat);
+  const auto major = static_cast<std::uint32_t>(context->attribute(kCuDeviceMajor, kWhat));
+  const auto minor = static_cast<std::uint32_t>(context->attribute(kCuDeviceMinor, kWhat));
+  try {
+    auto modules = std::make_unique<const ModuleDriver>(context->driver());
+    std::unique_ptr<GpuAttention> made(new GpuAttention(context, std::move(modules)));
+    for (const AttentionCubin& cubin : cubins) {
+      if (!runs_on(cubin.target, major, minor)) continue;
+      made->kernels_.push_back(
+          {cubin, std::make_unique<LoadedKernel>(made->context_, *made->modules_, cubin.image, cubin.kernel,
+                                                 cubin.threads, cubin.shared_bytes)});
+      made->id_ = {isa_of(cubin.target), kVersion};
+    }
+    if (made->kernels_.empty()) return nullptr;
+    made->stream_.emplace(made->context_);
+    return made;
+  } catch (const Error& error) {
+    if (is_lasting(error)) return nullptr;
+    throw;
+  }
+}
+
+const GpuAttention::Kernel& GpuAttention::kernel_for(const char* name, DType dtype, std::uint32_t head_dim) const {
+  for (const Kernel& kernel : kernels_) {
+    if (std::strcmp(kernel.cubin.kernel, name) == 0 && kernel.cubin.dtype == dtype &&
+        kernel.cubin.head_dim == head_dim) {
+      return kernel;
+    }
+  }
+  throw Error(ErrorCode::kUnsupported, std::string(kWhat) + ": this build has no " + name + " for " +
+                                           std::to_string(head_dim) + " elements in a head" +
+                                           (dtype == DType::kNone ? "" : std::string(", ") + dtype_name(dtype)));
+}
+
+GpuAttention::Places GpuAttention::places_of(const LeafPlan& plan) noexcept {
+  Places places{};
+  std::size_t at = 0;
+  const auto take = [&at](std::size_t bytes) {
+    const std::size_t begin = at;
+    at += aligned(bytes);
+    return begin;
+  };
+  std::size_t q_bytes = 0;
+  for (const std::size_t bytes : plan.q_bytes) q_bytes += bytes;
+  places.q = take(q_bytes);
+  places.k_blocks = take(plan.k_blocks.size() * sizeof(std::int64_t));
+  places.v_blocks = take(plan.v_blocks.size() * sizeof(std::int64_t));
+  places.tasks = take(plan.tasks.size() * sizeof(LeafTask));
+  places.pairs = take(plan.pairs.size() * sizeof(MergePair));
+  places.uploaded = at;
+  places.values = take(plan.floats * sizeof(float));
+  places.bytes = at;
+  return places;
+}
+
+void GpuAttention::make_room(std::size_t bytes) {
+  if (space_ && space_->bytes >= bytes) return;
+  space_.reset();
+  space_ = std::make_unique<Space>(context_, std::bit_ceil(std::max(bytes, kSpaceBytesMin)));
+}
+
+void GpuAttention::upload(const AttendCall& call, const LeafPlan& plan, const Places& places) {
+  std::byte* const host = space_->host.data();
+  std::byte* q = host + places.q;
+  for (std::size_t i = 0; i < call.items.size(); ++i) {
+    std::memcpy(q, call.items[i].q, plan.q_bytes[i]);
+    q += plan.q_bytes[i];
+  }
+  put(host + places.k_blocks, plan.k_blocks);
+  put(host + places.v_blocks, plan.v_blocks);
+  put(host + places.tasks, plan.tasks);
+  put(host + places.pairs, plan.pairs);
+  context_->driver().require(context_->driver().memcpy_async(space_->device, reinterpret_cast<std::uintptr_t>(host),
+                                                             places.uploaded, stream_->handle()),
+                             "cuMemcpyAsync", kWhat);
+}
+
+void GpuAttention::launch(const LeafPlan& plan, const Places& places, const Kernel& leaves, const Kernel& merge) {
+  const CuPointer at = space_->device;
+  LeafArguments leaf = plan.arguments;
+  leaf.q = at + places.q;
+  leaf.k_blocks = at + places.k_blocks;
+  leaf.v_blocks = at + places.v_blocks;
+  leaf.tasks = at + places.tasks;
+  leaf.out = at + places.values;
+  // Behind its own arguments Triton passes two pointers that these kernels do not use (compile.py checks that).
+  CuPointer unused = 0;
+  void* of_leaves[] = {&leaf.q,
+                       &leaf.k,
+                       &leaf.v,
+                       &leaf.k_blocks,
+                       &leaf.v_blocks,
+                       &leaf.tasks,
+                       &leaf.out,
+                       &leaf.head_stride,
+                       &leaf.token_stride,
+                       &leaf.block_tokens,
+                       &leaf.group,
+                       &leaf.query_heads,
+                       &leaf.scale_log2e,
+                       &unused,
+                       &unused};
+  leaves.loaded->launch(
+      {static_cast<unsigned>(plan.tasks.size()), plan.kv_heads, divided_up(plan.group_rows_max, leaves.cubin.rows)},
+      stream_->handle(), of_leaves);
+  MergeArguments pairs{at + places.values, at + places.pairs};
+  for (const std::size_t count : plan.level_pairs) {
+    void* of_merges[] = {&pairs.values, &pairs.pairs, &unused, &unused};
+    merge.loaded->launch({static_cast<unsigned>(count), divided_up(plan.rows_max, merge.cubin.rows), 1},
+                         stream_->handle(), of_merges);
+    pairs.pairs += count * sizeof(MergePair);
+  }
+}
+
+void GpuAttention::wait() {
+  // Nothing here follows a stream that waits for a word, but the GPU may have put the work behind it in one queue.
+  if (words_unset(*context_) && !stream_->ends_within(kWordPatienceNs)) force_words(*context_);
+  try {
+    stream_->drain(kWhat);
+  } catch (const Error& error) {
+    lost_ = error.code() == ErrorCode::kDeviceLost;
+    throw;
+  }
+}
+
+std::vector<PartialAttention> GpuAttention::parts_of(const AttendCall& call, const LeafPlan& plan,
+                                                     const Places& places) const {
+  std::vector<std::vector<PartialNode>> nodes(call.items.size());
+  for (const LeafPlan::Node& node : plan.nodes) {
+    PartialNode& made = nodes[node.item].emplace_back(PartialNode{node.range, id_, true, {}});
+    made.values.resize(node.floats);
+    std::memcpy(made.values.data(), space_->host.data() + places.values + node.at * sizeof(float),
+                node.floats * sizeof(float));
+  }
+  std::vector<PartialAttention> parts;
+  parts.reserve(nodes.size());
+  for (std::size_t i = 0; i < nodes.size(); ++i) {
+    parts.emplace_back(PartialShape{call.items[i].query_tokens, call.query_heads, call.kv.head_dim},
+                       std::move(nodes[i]));
+  }
+  return parts;
+}
+
+std::vector<PartialAttention> GpuAttention::attend(const AttendCall& call, const CopyOrder& order) {
+  static_cast<void>(explain(call));  // kArgument before kUnsupported
+  const Kernel& leaves = kernel_for("attend_leaves", call.kv.dtype, call.kv.head_dim);
+  const Kernel& merge = kernel_for("merge_pairs", DType::kNone, call.kv.head_dim);
+  const LeafPlan plan = plan_leaves(call, leaves.cubin.tile);
+  const Places places = places_of(plan);
+  const std::lock_guard lock(mutex_);
+  if (lost_) throw Error(ErrorCode::kDeviceLost, std::string(kWhat) + ": the GPU was lost in an earlier call");
+  if (plan.tasks.empty()) return parts_of(call, plan, places);
+  const CurrentContext current(*context_, kWhat);
+  make_room(places.bytes);
+  stream_->follow(order);
+  try {
+    upload(call, plan, places);
+    launch(plan, places, leaves, merge);
+    context_->driver().require(context_->driver().memcpy_async(
+                                   reinterpret_cast<std::uintptr_t>(space_->host.data() + places.values),
+                                   space_->device + places.values, plan.node_floats * sizeof(float), stream_->handle()),
+                               "cuMemcpyAsync", kWhat);
+  } catch (...) {
+    wait();
+    throw;
+  }
+  wait();
+  return parts_of(call, plan, places);
+}
+
+}  // namespace kvpool

@@ -1,0 +1,94 @@
+// Attention of a batch of sequences over KV in a GPU's memory, by kernels that were compiled ahead of time
+// (cuda/attention), launched through the driver.
+//
+// A call uploads the queries and the tables of leaf_plan.h, launches one kernel for all leaves and one for each level
+// of merges, and brings the nodes back, all in a separate stream. What it gives are parts like those of attend() in
+// attention/attend.h: of the same nodes, merged with the same bits; only leaves differ, by rounding, so the parts name
+// another kernel.
+//
+//   A16  The memory of a call belongs to the stream until drain() has said that its work has ended. When it cannot say
+//        so, the GPU is lost: no later call uses the memory.
+//
+// Thread-safety: all of it; calls take turns. Any thread may destroy it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "kvpool/attend_gpu/cubin.h"
+#include "kvpool/attend_gpu/leaf_plan.h"
+#include "kvpool/attention/attend.h"
+#include "kvpool/cuda/context.h"
+#include "kvpool/cuda/module_driver.h"
+#include "kvpool/cuda/shared_memory.h"
+#include "kvpool/cuda/stream.h"
+
+namespace kvpool {
+
+class GpuAttention {
+ public:
+  // With all kernels that this GPU can run, loaded: a later call loads nothing. Null when `cubins` has
+  // no such kernel, or the driver says for good that it cannot run them. Throws kOutOfMemory, kDeviceLost, kState (a
+  // CUDA graph is being captured), and kUnsupported when the driver refuses for now.
+  static std::unique_ptr<GpuAttention> load(const std::shared_ptr<const CudaContext>& context,
+                                            std::span<const AttentionCubin> cubins = attention_cubins());
+  ~GpuAttention();
+  GpuAttention(const GpuAttention&) = delete;
+  GpuAttention& operator=(const GpuAttention&) = delete;
+
+  const KernelId& kernel() const noexcept { return id_; }
+
+  // The part of each item, in their order. Blocks are addresses of this GPU, queries are in this process's memory. The
+  // kernels begin after `order`. Throws kArgument and kUnsupported as plan_leaves(), before anything is put into a
+  // stream; kArgument and kState as CudaStream::follow; kOutOfMemory, kDeviceLost. REQUIRES: nothing writes to the
+  // blocks until this returns.
+  std::vector<PartialAttention> attend(const AttendCall& call, const CopyOrder& order);
+
+ private:
+  struct Kernel {
+    AttentionCubin cubin;
+    std::unique_ptr<LoadedKernel> loaded;
+  };
+  // Memory of the GPU, and as much of the host's, page-locked.
+  struct Space {
+    Space(const std::shared_ptr<const CudaContext>& context, std::size_t size);
+    ~Space();
+    Space(const Space&) = delete;
+    Space& operator=(const Space&) = delete;
+
+    const std::shared_ptr<const CudaContext> context;
+    const std::size_t bytes;
+    PinnedBuffer host;
+    CuPointer device = 0;
+  };
+  // Where the parts of a call's memory begin, in bytes; each is aligned.
+  struct Places {
+    std::size_t q, k_blocks, v_blocks, tasks, pairs, uploaded, values, bytes;
+  };
+
+  GpuAttention(std::shared_ptr<const CudaContext> context, std::unique_ptr<const ModuleDriver> modules);
+
+  const Kernel& kernel_for(const char* name, DType dtype, std::uint32_t head_dim) const;
+  static Places places_of(const LeafPlan& plan) noexcept;
+  void make_room(std::size_t bytes);
+  void upload(const AttendCall& call, const LeafPlan& plan, const Places& places);
+  void launch(const LeafPlan& plan, const Places& places, const Kernel& leaves, const Kernel& merge);
+  void wait();
+  std::vector<PartialAttention> parts_of(const AttendCall& call, const LeafPlan& plan, const Places& places) const;
+
+  const std::shared_ptr<const CudaContext> context_;
+  const std::unique_ptr<const ModuleDriver> modules_;
+  KernelId id_;
+  std::vector<Kernel> kernels_;
+  std::mutex mutex_;  // guards all below: one call at a time
+  std::optional<CudaStream> stream_;
+  std::unique_ptr<Space> space_;
+  bool lost_ = false;
+};
+
+}  // namespace kvpool
