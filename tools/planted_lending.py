@@ -82,6 +82,14 @@ LENDING_BUGS: Final[tuple[Bug, ...]] = (
         build="python",
     ),
     Bug(
+        "step-waits-for-the-stopped",
+        "control",
+        "a step waits for a creditor that is stopped, long after the freeze is over: nothing else moves meanwhile",
+        in_python("control/lending/settling.py", "deadline.within(due.expires - now)", "deadline"),
+        ("python/control/test_lending_settling.py",),
+        build="python",
+    ),
+    Bug(
         "round-before-all-agree",
         "policy",
         "a coordinator calls a round when the first member has agreed: debts of others change meanwhile",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import pytest
-from control.lending_kit import FakeCluster, FakeRegistration, Ring, enter, town_of
+from control.lending_kit import FakeCluster, FakeHandle, FakeRegistration, Ring, enter, town_of
 from policy.lending_kit import row
 
 from kvpool import ArgumentError, Busy, ClosedError, DeadlineExceeded, Member
@@ -184,6 +185,23 @@ def test_a_step_ends_when_its_coordinator_ends_the_settlement():
     assert ring.lending(2).settle() == 3
     assert ring.owed[1:] == [3, 8]
     assert ring.frozen[1] == 0
+    ring.check()
+
+
+def test_a_creditor_is_waited_for_no_longer_than_the_freeze_counts():
+    ring = Ring(settle_blocks=8)
+    ring.turns()
+    waited = []
+
+    def fetch(peer, blocks, *, to, timeout=None):
+        waited.append(timeout)
+        return FakeHandle(DeadlineExceeded("it is stopped"))
+
+    ring.pool(1).settings = SimpleNamespace(timeout_s=1e6)
+    ring.pool(1).fetch = fetch
+    ring.now += 597.0
+    assert ring.lending(1).settle() == 0
+    assert 0.0 < waited[0] <= 3.0
     ring.check()
 
 

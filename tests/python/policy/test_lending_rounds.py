@@ -229,7 +229,7 @@ def test_nothing_is_due_before_the_coordinator_calls_and_after_it_ends():
     assert settler.said.answers[1] == lending.Answer(1, 1, "agreed", 9, 1, 0)
     assert settler.frozen(1, 0.0) == 9
     due = hear(settler, call_of(due=4))
-    assert due == lending.Due(1, 4, 1, (1, 1))
+    assert due == lending.Due(1, 4, 1, (1, 1), 1, 60.0)
     settler.brought(due, 3)
     assert settler.due(0.0).blocks == 1
     assert settler.frozen(1, 0.0) == 6

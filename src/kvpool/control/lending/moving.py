@@ -23,6 +23,10 @@ class Deadline:
     def __init__(self, timeout_s: float) -> None:
         self._until = time.monotonic() + timeout_s
 
+    def within(self, seconds: float) -> Deadline:
+        """This one, or that which ends in so many seconds if that is earlier."""
+        return min(self, Deadline(seconds), key=lambda each: each._until)
+
     def left(self, what: str) -> float:
         """The seconds that are left. Raises DeadlineExceeded if none are."""
         left = self._until - time.monotonic()

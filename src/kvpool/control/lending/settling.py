@@ -54,15 +54,21 @@ class Settling:
         self._clock = clock
 
     def turn(self, deadline: Deadline) -> int:
-        """Answers and calls, and brings home what is due and has room; how many blocks have come home."""
+        """Answers and calls, and brings home what is due and has room; how many blocks have come home.
+
+        A creditor that is stopped is waited for until the deadline, and not beyond the freeze.
+        """
         with self._lock:
             if not self._own.settles:
                 self._own.settles = self._settler.news = True
             self._members.apply()
-            due = self._settler.turn(self._clock(), self._able, self._own.room)
+            now = self._clock()
+            due = self._settler.turn(now, self._able, self._own.room)
             for note in self._settler.notes():
                 _log.info("%s", note)
-        return 0 if due is None else self._home.bring(self._parts(due), deadline, lambda n: self._note(due, n))
+        if due is None:
+            return 0
+        return self._home.bring(self._parts(due), deadline.within(due.expires - now), lambda n: self._note(due, n))
 
     @property
     def has_news(self) -> bool:

@@ -28,13 +28,15 @@ class Due:
         coordinator: Of the cycle.
         key: Of its call.
         unit: Of its call.
+        expires: When the freeze ends, on the clock of this member.
     """
 
     creditor: int
     blocks: int
     coordinator: int
     key: tuple[int, int]
-    unit: int = 1
+    unit: int
+    expires: float
 
     def portion(self, room: int) -> int:
         """How many of the blocks come home into so much room: all, or as many whole units as there is room for."""
@@ -149,7 +151,7 @@ class Settler:
             return None
         if answer.state != "agreed" or answer.home >= call.due:
             return None
-        return Due(self._creditor(call), call.due - answer.home, coordinator, call.key, call.unit)
+        return Due(self._creditor(call), call.due - answer.home, coordinator, call.key, call.unit, held.expires)
 
     def brought(self, due: Due, blocks: int) -> None:
         """Notes that so many of the blocks that were due have come home."""
