@@ -374,4 +374,12 @@ BUGS: Final[tuple[Bug, ...]] = (
         ("python/cluster/test_local.py", "python/cluster/test_local_strangers.py"),
         build="python",
     ),
+    Bug(
+        "simulated-compute-unbounded",
+        "sim",
+        "a simulated creditor computes for others as long as they ask, whatever it has to do itself",
+        in_python("sim/lending_engine.py", "floor_s = max(floor_s, layers * service_s / share)", "floor_s = 0.0"),
+        ("python/sim/test_lending_fleet.py",),
+        build="python",
+    ),
 )

@@ -152,7 +152,7 @@ class Engine:
 
     def wake(self) -> None:
         """Goes on if it has work and does not run."""
-        if not self._steps:
+        if not self._steps and (self.running or self.prompts):
             self._go()
 
     # ---- a run of steps

@@ -248,15 +248,16 @@ class LendingFleet:
         self._dispatch()
 
     def _beat(self, _: None) -> None:
-        engines = self._engines.values()
+        engines, news = self._engines.values(), True
         if self._out.market is not None:
-            self._out.market.beat(waiting=bool(self._queue))
+            news = self._out.market.beat(waiting=bool(self._queue))
             used = sum(each.memory.blocks - each.memory.free for each in engines)
             away = sum(sum(each.memory.debts.values()) for each in engines)
             self._out.away.append(away / used if used else 0.0)
         if self._watch is not None:
             self._watch([engine.memory for engine in engines])
-        self._dispatch()
+        if news:
+            self._dispatch()
         for engine in engines:
             engine.wake()
         if self._left:

@@ -182,13 +182,17 @@ class Market:
 
     # ---- heartbeats
 
-    def beat(self, waiting: bool) -> None:
+    def beat(self, waiting: bool) -> bool:
         """A heartbeat: debts come home, rows go out, cycles are settled.
 
         Args:
             waiting: Whether requests wait for memory: then only what creditors want comes home.
+
+        Returns:
+            Whether that changed what members know of each other, so that it is worth asking again.
         """
         self._beats += 1
+        rows = self.rows
         if self._rules.payback:
             for memory in self._memories.values():
                 if memory.debts:
@@ -201,6 +205,7 @@ class Market:
         self._publish(everything)
         if self._rules.settle_every and self._beats % self._rules.settle_every == 0:
             self.run_settlement()
+        return everything or self.rows != rows
 
     def _pay_back(self, memory: Memory, waiting: bool) -> None:
         ledger = self._ledgers[memory.member]

@@ -30,9 +30,9 @@ def machines(engines, blocks, scale=1.0):
     return Machines(engines, times(scale), blocks, FAST, FAST, per_host=engines)
 
 
-def fleet(engines, blocks, rules=None, scale=1e-3, chunk=16, steps=64, **settings):
-    """Blocks of four tokens, leaves of two blocks."""
-    batching = Batching(4, chunk, steps=steps)
+def fleet(engines, blocks, rules=None, scale=1e-3, chunk=16, share=0.5, **settings):
+    """Blocks of four tokens; a creditor computes for others for this share of its time."""
+    batching = Batching(4, chunk, compute_share=share)
     return LendingFleet(machines(engines, blocks, scale), batching, rules, heartbeat_s=5.0, **settings)
 
 

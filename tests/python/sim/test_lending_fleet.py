@@ -88,6 +88,19 @@ def test_a_creditor_pays_for_what_it_computes():
     assert both.jobs[1].end_s > 1.02 * alone.jobs[0].end_s
 
 
+def test_a_creditor_bounds_what_it_computes_for_others():
+    """The less a busy creditor lends of its time, the longer the borrower's steps, and the shorter the creditor's."""
+    ends = []
+    for share in (0.1, 0.3, 0.5):
+        sim = fleet(2, 60, rules(payback=False), scale=0.05, chunk=0, share=share)
+        done = sim.run([Arrival(0.0, 8, 90), Arrival(0.1, 340, 60)])  # the first is at the second's creditor
+        assert done.market.borrowed > 0
+        ends.append(tuple(job.end_s for job in done.jobs))
+    short, long = zip(*ends, strict=True)
+    assert list(short) == sorted(set(short))
+    assert list(long) == sorted(set(long), reverse=True)
+
+
 # ---- what must hold always
 
 
