@@ -27,6 +27,7 @@ def ring(url, **options):
         for number, ((pool, lending), seq) in enumerate(zip(made, sequences, strict=True)):
             pool.free(seq.offload(8, to=f"m{(number + 1) % 3}"))
             lending.watch(seq)
+            lending._settling._settler._coordinator._freeze_s = 60.0  # not cut in a round because the machine is busy
         for number, (pool, _) in enumerate(made):
             pool.alloc(pool.stats().dram.free - (4 if number == 0 else 0), kvpool.DRAM)
         eventually(lambda: all(knows(lending, 3) and len(lending._members.ledger.debts()) == 3 for _, lending in made))
@@ -41,7 +42,7 @@ def frozen(each):
     return [
         lending._settling._settler.frozen(creditor, lending._settling._clock())
         for pool, lending in each.made
-        if not pool.closed
+        if not (pool.closed or lending.closed)
         for creditor in lending.row.debts
     ]
 
@@ -53,7 +54,7 @@ def has_same_bits(each, numbers=(0, 1, 2)):
 
 
 def turns(each):
-    """One of each member; whether debts are left."""
+    """One of each member; how many blocks each lends then."""
     for _, lending in each.made:
         with contextlib.suppress(kvpool.ClosedError):
             lending.settle()
