@@ -135,6 +135,12 @@ TEST_CASE("the server of a call learns that it is cancelled, by the caller or wi
     kit.calls[0]->refuse(Error(ErrorCode::kCancelled, "stopped"));
     CHECK(kit.refusal() == ErrorCode::kCancelled);
   }
+  SUBCASE("by its own side, which parts: the caller has not cancelled it") {
+    kit.session->stop_writing(Error(ErrorCode::kPeerLost, "closed here"));
+    CHECK(told == 1);
+    kit.calls[0]->refuse(Error(ErrorCode::kCancelled, "nobody waits for it any more"));
+    CHECK(kit.refusal() == ErrorCode::kPeerLost);
+  }
   SUBCASE("with the link") {
     kit.session->on_closed(Error(ErrorCode::kPeerLost, "gone"));
     CHECK(told == 1);

@@ -26,7 +26,13 @@ void SimWorld::live_on(Member& member) {
 void SimWorld::act(Member& member) {
   const std::uint64_t drawn = clock_.dice().below(100);
   if (drawn < 35) return transfer(member);
-  if (drawn < 47) return fetch(member);
+  if (drawn < 43) return fetch(member);
+  if (drawn < 46) return view(member);
+  if (drawn < 48) {
+    if (!member.viewed.empty()) read(member, member.viewed[clock_.dice().below(member.viewed.size())]);
+    return;
+  }
+  if (drawn < 49) return unview(member);
   if (drawn < 57) return borrow(member);
   if (drawn < 63) {
     Peering* const peering = any_peering(member);
@@ -182,7 +188,27 @@ void SimWorld::go_on(Job& job) {
   }
 }
 
-// Blocks that somebody has named: a router its cached prompts, or the peer itself.
+// Blocks that somebody has named: a router its cached prompts, or the owner itself.
+std::vector<SimWorld::Owned> SimWorld::blocks_of(Member& owner) {
+  SimDice& dice = clock_.dice();
+  std::vector<Owned> found;
+  if (!owner.owned.empty() && dice.chance(400)) {
+    found.push_back(owner.owned[dice.below(owner.owned.size())]);
+  } else {
+    const auto id = static_cast<Token>(dice.below(kPrompts));
+    const Tokens tokens = prompt(id, kPromptPages);
+    for (const Address address : owner.process->pool().explain("", tokens.data(), tokens.size()).addresses) {
+      found.push_back({address, page_stamp(id, found.size())});
+    }
+  }
+  for (Owned& one : found) {
+    if (instance_of(one.address) == 0) {
+      one.address |= Address{owner.process->identity().instance} << kInstanceShift;
+    }
+  }
+  return found;
+}
+
 void SimWorld::fetch(Member& member) {
   SimDice& dice = clock_.dice();
   Peering* const peering = any_peering(member);
@@ -193,21 +219,11 @@ void SimWorld::fetch(Member& member) {
   job.deadline_ns = draw_deadline();
   job.serial = ++serials_;
   std::vector<Address> from;
-  Member& owner = *peering->other;
-  if (!owner.owned.empty() && dice.chance(400)) {
-    const Owned& one = owner.owned[dice.below(owner.owned.size())];
+  for (const Owned& one : blocks_of(*peering->other)) {
     from.push_back(one.address);
     job.stamps.push_back(one.stamp);
-  } else {
-    const auto id = static_cast<Token>(dice.below(kPrompts));
-    const Tokens tokens = prompt(id, kPromptPages);
-    from = owner.process->pool().explain("", tokens.data(), tokens.size()).addresses;
-    for (std::size_t i = 0; i < from.size(); ++i) job.stamps.push_back(page_stamp(id, i));
   }
   if (from.empty()) return;
-  for (Address& address : from) {
-    if (instance_of(address) == 0) address |= Address{owner.process->identity().instance} << kInstanceShift;
-  }
   job.local = alloc(member, from.size());
   if (job.local.empty()) return;
   job.freed = dice.chance(500);  // when it fails

@@ -35,6 +35,7 @@ void SimWorld::look_at_jobs(Member& member) {
     member.jobs.pop_back();
   }
   check_owned(member);
+  check_views(member);
 }
 
 void SimWorld::conclude(Member& member, Job& job) {
@@ -133,6 +134,7 @@ void SimWorld::become_quiet() {
   const SimFaults before = faults_;
   faults_.lose = faults_.reorder = faults_.replay = faults_.damage = faults_.busy = 0;
   clock_.run(clock_.now_ns() + kQuietNs, failed);
+  for (Member* member : now_) end_views(*member);
   for (Member* member : now_) {
     if (failed()) return;
     if (!member->jobs.empty()) return fail("R3: a request has not ended");

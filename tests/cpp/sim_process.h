@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <limits>
 #include <memory>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -12,7 +13,11 @@
 #include "kvpool/peers/peer_blocks.h"
 #include "kvpool/peers/received_queue.h"
 #include "kvpool/pool/pool.h"
+#include "kvpool/sequences/attender.h"
+#include "kvpool/transfer/peer_reads.h"
 #include "kvpool/transfer/session.h"
+#include "kvpool/views/lent_attends.h"
+#include "kvpool/views/peer_views.h"
 #include "pool_fixture.h"
 #include "sim_clock.h"
 #include "sim_route.h"
@@ -21,13 +26,31 @@ namespace kvpool::testing {
 
 // Bugs that can be planted, to see that the checks find them. They are in what surrounds the sessions.
 struct SimBugs {
-  bool free_at_deadline = false;   // a reservation whose writer may still write is freed, not quarantined
-  bool free_at_link_loss = false;  // the end of a link is taken for proof that a one-sided writer is gone
-  bool forget_lost_peer = false;   // the receiving half does not hear that the link has ended
-  bool keep_holds = false;         // blocks that were read are not let go
-  bool no_holds = false;           // blocks are read without being held
-  bool done_early = false;         // a write says that it is done before its last piece lies there
-  bool keep_replays = false;       // the link hands on what it has handed on before
+  bool free_at_deadline = false;     // a reservation whose writer may still write is freed, not quarantined
+  bool free_at_link_loss = false;    // the end of a link is taken for proof that a one-sided writer is gone
+  bool forget_lost_peer = false;     // the receiving half does not hear that the link has ended
+  bool keep_holds = false;           // blocks that were read are not let go
+  bool no_holds = false;             // blocks are read without being held
+  bool done_early = false;           // a write says that it is done before its last piece lies there
+  bool keep_replays = false;         // the link hands on what it has handed on before
+  bool unview_at_link_loss = false;  // the end of a link is taken for proof that a peer reads nothing any more
+};
+
+// Views that end with the link, although the peer may still read.
+class SimForgetfulViews final : public PeerReads {
+ public:
+  explicit SimForgetfulViews(std::shared_ptr<PeerReads> views) : views_(std::move(views)) {}
+  void serve(PeerCalls& calls) override { views_->serve(calls); }
+  std::size_t on_recalled(std::span<const Address> addresses) noexcept override {
+    return views_->on_recalled(addresses);
+  }
+  bool has_any() const noexcept override { return views_->has_any(); }
+  void on_lost() noexcept override { views_->on_reader_gone(); }
+  void on_reader_gone() noexcept override { views_->on_reader_gone(); }
+  bool awaits_proof() const noexcept override { return views_->awaits_proof(); }
+
+ private:
+  const std::shared_ptr<PeerReads> views_;
 };
 
 // What a session may do with the pool, but for the bugs.
@@ -99,7 +122,9 @@ class SimProcess final : public SessionHost {
         pool_(std::make_shared<Pool>(options(identity))),
         received_(received_max),
         peer_blocks_(*pool_, received_),
-        blocks_(peer_blocks_, bugs) {
+        blocks_(peer_blocks_, bugs),
+        attender_(pool_->executor(), 1),
+        lent_attends_(*pool_, attender_, pool_->executor(), 1) {
     pool_->set_instance(identity.instance);
     limits_.reserve_max_ns = 120'000'000;
     limits_.transfers_max = 12;
@@ -144,6 +169,11 @@ class SimProcess final : public SessionHost {
     schedule(work);
   }
   void drained(Session& /*session*/) noexcept override {}
+  std::shared_ptr<PeerReads> make_reads(const PeerMetadata& peer, bool by_mapping) override {
+    auto views = std::make_shared<PeerViews>(*pool_, lent_attends_, peer.incarnation, by_mapping);
+    if (!bugs_.unview_at_link_loss) return views;
+    return std::make_shared<SimForgetfulViews>(std::move(views));
+  }
   void recalled(Session& session, const std::vector<Address>& addresses,
                 std::int64_t /*deadline_ns*/) noexcept override {
     if (on_recalled) on_recalled(session, addresses);
@@ -169,6 +199,7 @@ class SimProcess final : public SessionHost {
     PoolOptions options = small_options(identity.hbm_blocks, identity.dram_blocks);
     options.layout.piece_bytes = {48, 80, 64, 64};
     options.layout.aggregated = identity.aggregated;
+    options.layout.format = {1, 4, DType::kFloat32, false, false};  // of some of the pieces: attention is not computed
     options.check_memory = false;
     options.copy_threads = 1;
     options.first_generation = 1 + identity.instance;
@@ -217,6 +248,8 @@ class SimProcess final : public SessionHost {
   ReceivedQueue received_;
   PeerBlocks peer_blocks_;
   SimBlocks blocks_;
+  Attender attender_;  // computes nothing here: threads would follow no seed
+  LentAttends lent_attends_;
   SessionLimits limits_;
   TransferTally tally_;
   std::vector<std::shared_ptr<Session>> sessions_;

@@ -50,6 +50,9 @@ class SimRoute final : public Route {
   RouteTraits traits() const noexcept override { return {.one_sided = one_sided_, .by_caller = true, .waits = false}; }
   double estimate_us(const MediaSet& from, const MediaSet& to, std::uint64_t pieces,
                      std::uint64_t bytes) const noexcept override;
+  std::shared_ptr<const MediaSpans> readable() const noexcept override {
+    return one_sided_ ? std::shared_ptr<const MediaSpans>(std::shared_ptr<void>(), &peer_) : nullptr;
+  }
   // All steps at once.
   WriteOutcome write(const WriteRequest& request) override;
   void close() noexcept override { closed_ = true; }

@@ -48,7 +48,7 @@ TEST_CASE("in a simulated world where everything fails, no byte is wrong, nothin
   if (std::getenv("KVPOOL_SEED") != nullptr) return;
   for (const char* what :
        {"transfers", "fetches", "borrowings", "successes", "failures", "cancellations", "kills", "pauses", "resets",
-        "cuts", "disconnections", "slow applications", "items received", "probes", "recalls"}) {
+        "cuts", "disconnections", "slow applications", "items received", "probes", "recalls", "views", "readings"}) {
     CHECK_MESSAGE(happened[what] > kSeeds / 20, std::string(what), ": ", happened[what]);
   }
 }
@@ -86,6 +86,10 @@ TEST_CASE("planted: blocks that were read for a transfer are not let go") {
 TEST_CASE("planted: blocks are reused while a transfer reads them") { CHECK(found({.no_holds = true}) != ""); }
 
 TEST_CASE("planted: a transfer is completed before all of it was placed") { CHECK(found({.done_early = true}) != ""); }
+
+TEST_CASE("planted: the end of a link is taken for proof that nobody reads through a mapping any more") {
+  CHECK(found({.unview_at_link_loss = true}).find("R1") != std::string::npos);
+}
 
 TEST_CASE("planted: what the network repeats is handled twice") { CHECK(found({.keep_replays = true}) != ""); }
 

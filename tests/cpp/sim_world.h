@@ -15,6 +15,8 @@
 #include <string>
 #include <vector>
 
+#include "kvpool/sequences/readable_blocks.h"
+#include "kvpool/views/remote_view.h"
 #include "sim_process.h"
 
 namespace kvpool::testing {
@@ -76,6 +78,19 @@ class SimWorld {
     Address address;
     std::uint64_t stamp;
   };
+  // Blocks of a peer that the application views; a stamp of 0 is that of a block which it may write itself.
+  struct Viewed {
+    Peering* peering = nullptr;
+    std::shared_ptr<RemoteView> view;
+    std::vector<Address> addresses;
+    std::vector<std::uint64_t> stamps;
+  };
+  // What it is reading of them through a mapping.
+  struct Reading {
+    Member* owner = nullptr;
+    std::vector<Owned> blocks;
+    ReadableBlocks held;
+  };
   // A process and its application.
   struct Member {
     std::unique_ptr<SimProcess> process;
@@ -83,6 +98,8 @@ class SimWorld {
     std::vector<Job> jobs;
     std::vector<Owned> owned;
     std::vector<std::unique_ptr<Received>> pinned;
+    std::vector<Viewed> viewed;
+    std::vector<std::unique_ptr<Reading>> readings;
     std::int64_t slow_until_ns = 0;
     std::int64_t resumed_ns = 0;
   };
@@ -122,7 +139,16 @@ class SimWorld {
   void take(Member& member, std::unique_ptr<Received> item);
   void work_alone(Member& member);
   void go_on(Job& job);
+  // sim_views.cpp: what they read of each other's blocks without having them sent
+  void view(Member& member);
+  void unview(Member& member);
+  void read(Member& member, const Viewed& viewed);
+  void end_reading(Member& member, Reading& reading);
+  void check_views(Member& member);
+  void end_views(Member& member);
+
   Peering* any_peering(Member& member);
+  std::vector<Owned> blocks_of(Member& owner);
   std::vector<Address> alloc(Member& member, std::size_t n);
   std::vector<Address> alloc_stamped(Member& member, std::size_t n, std::vector<std::uint64_t>& stamps);
   std::int64_t draw_deadline();

@@ -86,6 +86,8 @@ class PeerCalls final : public std::enable_shared_from_this<PeerCalls> {
   // Tells the peer that no caller waits for this call any more.
   void cancel(const Verb& verb, std::uint64_t id) noexcept;
   std::uint32_t pending() const;
+  // Whether the link has ended, or is about to: no call is made or begins to be served any more.
+  bool ended() const noexcept { return ended_.load(); }
 
   // --- what arrives ---
   // As LinkHandler::body_bytes_max. A call that nobody serves may be of any length: it is refused, and the link stays.

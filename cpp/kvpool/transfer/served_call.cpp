@@ -21,10 +21,15 @@ void ServedCall::answer(Bytes body) noexcept {
   if (claim()) calls_->send_answer(*this, FrameKind::kAnswer, std::move(body));
 }
 
+// A call that was given up because this side disconnects was not cancelled by its caller, who may still be told.
 void ServedCall::refuse(const Error& error) noexcept {
   if (!claim()) return;
   Bytes body;
-  if (const auto failure = failure_of([&] { body = write_error(for_peer(error)); })) return calls_->close(*failure);
+  const auto failure = failure_of([&] {
+    const bool parting = error.code() == ErrorCode::kCancelled && calls_->ended();
+    body = write_error(parting ? Error(ErrorCode::kPeerLost, "it disconnected before it answered") : for_peer(error));
+  });
+  if (failure) return calls_->close(*failure);
   calls_->send_answer(*this, FrameKind::kRefused, std::move(body));
 }
 
