@@ -1,7 +1,7 @@
 # Compiles the kernels of attention for GPUs (cuda/attention) where KVPOOL_TRITON_PYTHON names a Python that has Triton, of
 # the version in cuda/attention/variants.py. Needs no nvcc and no GPU: Triton brings an assembler. Without it kvpool has no
 # such kernels, and nothing else is missing; at run time Triton is not needed either way.
-# Set KVPOOL_TRITON_TARGETS, as "90" or "80,90", to compile for fewer GPUs: a minute for each with one processor.
+# Set KVPOOL_TRITON_TARGETS, as "90" or "80,90", to compile for fewer GPUs: ten seconds for each.
 if(NOT KVPOOL_TRITON_PYTHON)
   return()
 endif()

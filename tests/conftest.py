@@ -24,6 +24,9 @@ TRACES = Path(os.environ.get("KVPOOL_TRACES") or ROOT.parent / "shared" / "trace
 if os.environ.get("KVPOOL_LONG"):  # a test may take hours then
     os.environ.setdefault("PYTEST_TIMEOUT", "0")
 
+# Triton decides whether it interprets when it is imported, and torch may import it before a test does.
+os.environ["TRITON_INTERPRET"] = "1"
+
 # That drawing takes long is the machine's fault: it is busy.
 SETTINGS = {"deadline": None, "print_blob": True, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
 hypothesis.settings.register_profile("default", **SETTINGS)
