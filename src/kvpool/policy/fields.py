@@ -48,9 +48,13 @@ def count_of(value: Any, where: str, least: int) -> int:
 
 def seconds_of(value: Any, where: str) -> float:
     """A number above 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or value <= 0:
+    try:
+        seconds = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else 0.0
+    except OverflowError:  # JSON has whole numbers of any length
+        seconds = 0.0
+    if not isfinite(seconds) or seconds <= 0:
         raise ArgumentError(f"{where} is {value!r}, not a number above 0")
-    return float(value)
+    return seconds
 
 
 def text_of(value: Any, where: str) -> str:

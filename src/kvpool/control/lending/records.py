@@ -17,6 +17,9 @@ __all__ = ["row_from", "row_json", "said_from", "said_json", "this_host"]
 
 _VERSION: Final = 1
 
+# What another machine's record may raise where it is read. An ArgumentError is a ValueError.
+_UNREADABLE: Final = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
+
 
 def row_json(row: lending.Row) -> dict[str, Any]:
     """What a member publishes of a row: the rest is in its record."""
@@ -55,7 +58,7 @@ def row_from(member: Member) -> lending.Row | None:
             {int(creditor): blocks for creditor, blocks in fields["debts"].items()},
             fields["wants"],
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:  # an ArgumentError is a ValueError
+    except _UNREADABLE as error:
         raise ArgumentError(f"{member.name} publishes a row that cannot be: {error!r}") from None
 
 
@@ -83,7 +86,7 @@ def said_from(member: Member) -> lending.Said | None:
             None if fields["call"] is None else _call_from(fields["call"]),
             {int(coordinator): lending.Answer(*answer) for coordinator, answer in fields["answers"].items()},
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:  # an ArgumentError is a ValueError
+    except _UNREADABLE as error:
         raise ArgumentError(f"{member.name} publishes a settlement that cannot be: {error!r}") from None
 
 
