@@ -277,7 +277,7 @@ def test_others_are_told_what_they_wait_for_and_nothing_else():
     assert not news()
     settler.brought(due, 3)
     assert not news()  # the round goes on
-    settler.brought(settler.due(0.0), 1)
+    settler.brought(due, 1)  # the second part of what was due at the turn
     assert news()
     assert hear(settler, call_of(due=4)) is None
     assert not news()

@@ -161,7 +161,9 @@ class Settler:
             return
         self._answers[due.coordinator] = replace(answer, home=answer.home + blocks)
         self._freezes.brought(due.coordinator, due.key[1], blocks)
-        self.news |= blocks >= due.blocks and due.coordinator != self._member
+        call = self._all_calls().get(due.coordinator)
+        is_home = call is not None and call.key == due.key and answer.home + blocks >= call.due
+        self.news |= is_home and due.coordinator != self._member
 
     def frozen(self, creditor: int, now: float) -> int:
         """How many blocks of this member's debt to a creditor come home in no other way now."""
