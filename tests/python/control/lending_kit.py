@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -65,7 +66,7 @@ class FakeRegistration:
             raise self.failure
         self.town.published += 1
         member = self.record
-        self.town.show(Member(member.name, member.instance, member.incarnation, "both", lending=lending))
+        self.town.show(replace(member, lending=lending))
 
 
 class FakeCluster:

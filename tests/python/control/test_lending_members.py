@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from policy.lending_kit import row
 from transfer.kit import eventually
 
-from kvpool import ArgumentError, Error, Member, OutOfBlocks, StateError
+from kvpool import ArgumentError, Error, Member, MemberEvent, OutOfBlocks, StateError
 from kvpool.control.lending import Lending, row_from, row_json
 
 
@@ -148,6 +148,21 @@ def test_a_second_lending_of_a_process_is_heard():
     with Lending(b, FakeCluster(town, registration)):
         seq = FakeSequence(a, 18)
         assert lending.offload(seq, 4) == 4
+
+
+def test_a_member_that_is_back_in_a_new_term_keeps_its_own_row():
+    """Its "regained" callbacks publish; the loss of its last term waits among the events until then."""
+    town, [(_, lending)] = town_of(20)
+    ledger, before = lending._members.ledger, town.members[1]
+    town.members[1] = dataclasses.replace(before, term=before.term + 1)
+    town.tell(MemberEvent("lost", before))
+    town.tell(MemberEvent("joined", town.members[1]))
+    ledger.take(dataclasses.replace(lending.row, term=before.term + 1))  # what publish() takes
+    for _ in range(2):
+        lending._own.row = None  # it has moved
+        assert lending.publish()
+        assert ledger.version(1) == (before.term + 1, lending.row.version)
+        assert 1 in ledger
 
 
 def test_a_pool_that_is_no_member_cannot_lend():

@@ -48,6 +48,14 @@ def test_a_member_that_left_comes_back_in_a_later_term_only():
     ledger.leave(9)
 
 
+def test_a_loss_that_is_told_late_does_not_cost_a_member_its_next_term():
+    ledger = ledger_of(row(1, term=2))
+    assert not ledger.leave(1, term=1)
+    assert ledger.take(row(1, term=2, version=2))
+    assert ledger.leave(1, term=2)
+    assert 1 not in ledger
+
+
 def test_a_refusal_corrects_a_row_until_the_next_one():
     ledger = ledger_of(row(1, 100))
     ledger.correct(1, 7)

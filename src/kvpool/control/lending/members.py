@@ -52,7 +52,7 @@ class LendingMembers:
         while not self._events.empty():  # the callers alone take from it, one at a time
             event = self._events.get()
             if event.kind in ("left", "lost"):
-                self._remove(event.member.instance)
+                self._remove(event.member)
             else:
                 self._show(event.member)
         now = self._clock()
@@ -101,8 +101,10 @@ class LendingMembers:
             self._corrected.pop(member.instance, None)
             self._settler.hear(member.instance, _said(member))  # what it says is as old as its row
 
-    def _remove(self, instance: int) -> None:
-        self.ledger.leave(instance)
+    def _remove(self, member: Member) -> None:
+        instance = member.instance
+        if not self.ledger.leave(instance, member.term):
+            return  # its loss is told late: its own member has published a row of its next term
         self._settler.hear(instance, None)
         self._names.pop(instance, None)
         self._corrected.pop(instance, None)

@@ -130,12 +130,20 @@ class Ledger:
         self._corrected.pop(row.member, None)
         return True
 
-    def leave(self, member: int) -> None:
-        """Forgets a member that has left. Rows of its term that are still under way are not taken."""
-        row = self._rows.pop(member, None)
+    def leave(self, member: int, term: int | None = None) -> bool:
+        """Forgets a member that has left. Rows of its term that are still under way are not taken.
+
+        `term`: In which it left, if that is known. False: the row here is of a later one, so the member has come back
+        since, and stays.
+        """
+        row = self._rows.get(member)
+        if row is not None and term is not None and row.term > term:
+            return False
         if row is not None:
+            del self._rows[member]
             self._latest[member] = (row.term, _LATEST)
         self._corrected.pop(member, None)
+        return True
 
     def forgive(self, member: int) -> None:
         """Forgets what refusals of a member had said.
