@@ -6,7 +6,7 @@ import logging
 from types import SimpleNamespace
 
 import pytest
-from control.lending_kit import FakeCluster, FakeHandle, FakeRegistration, Ring, enter, town_of
+from control.lending_kit import FakeCluster, FakeHandle, FakeRegistration, Ring, enter, lend, town_of
 from policy.lending_kit import row
 
 from kvpool import ArgumentError, Busy, ClosedError, DeadlineExceeded, Member
@@ -64,6 +64,51 @@ def test_members_whose_engines_do_not_call_take_no_part():
     ring.turns()
     ring.now += 1e6
     assert ring.turns(times=40) == 24
+
+
+def ceases_by_now(ring):
+    """Also whose engine has ceased to take turns is by the made-up clock."""
+    for _, lending in ring.made:
+        lending._own._clock = lambda: ring.now
+        lending._own.note_turn()
+
+
+def test_one_whose_engine_ceases_to_call_takes_no_part_until_it_calls_again():
+    """It is alive, so its record stays, and with it the call that it made and what others said to that."""
+    ring = Ring(settle_blocks=3)
+    ceases_by_now(ring)
+    ring.begin()
+    ring.now += 599.0
+    ring.turns((2, 3))
+    ring.lending(1).publish()
+    assert not ring.lending(1).publish()
+    assert ring.lending(2)._settling._settler.said.answers
+    ring.now += 1.0
+    assert ring.lending(1).publish()
+    assert "settling" not in ring.town.members[1].lending
+    assert not ring.lending(1).publish()
+    ring.turns((2, 3))
+    assert not ring.lending(2)._settling._settler.said.answers
+    assert ring.turns() == 0
+    assert "settling" in ring.town.members[1].lending
+    ring.now += 1e6
+    assert ring.turns(times=40) == 18
+
+
+def test_an_engine_that_ceases_to_call_does_not_hold_up_the_others():
+    """Members 2 and 3 owe each other, too; what 2 owes is all needed for the larger circle, which 1 coordinates."""
+    ring = Ring()
+    ceases_by_now(ring)
+    ring.make_room(2, 4)
+    lend(ring.lending(3), ring.sequences[2], 8, 4, "m2")
+    ring.lending(3).publish()
+    assert ring.owed == [8, 8, 12]
+    for _ in range(4):
+        ring.now += 36_000.0
+        ring.lending(1).publish()
+        ring.turns((2, 3), times=10)
+    assert ring.owed == [8, 4, 8]
+    ring.check()
 
 
 def test_what_is_frozen_is_paid_back_when_the_freeze_ends():

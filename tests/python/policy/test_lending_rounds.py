@@ -209,6 +209,19 @@ def test_a_settlement_that_comes_after_a_larger_one_waits_for_it():
     assert not town.stops
 
 
+def test_one_that_has_brought_home_all_is_not_busy_whatever_becomes_of_its_coordinator():
+    """Member 1 stands still with its call; 2 and 3 owe each other, too."""
+    ledger = ledger_of(row(1, debts={2: 6}), row(2, debts={1: 6, 3: 9}), row(3, debts={2: 9}))
+    settler = settler_of(2, ledger)
+    assert hear(settler, call_of(blocks=6), now=20.0) is None
+    settler.brought(hear(settler, call_of(blocks=6, due=6), now=20.0), 6)
+    settler.hear(3, lending.Said())
+    for now in (30.0, 40.0, 50.0, 60.0):
+        settler.turn(now, lambda _: 9, lambda: 1)
+    assert settler.said.call is not None
+    assert settler.said.call.settlement.members == (2, 3)
+
+
 def settler_of(member=2, ledger=None, **options):
     ledger = ledger or ledger_of(row(1, debts={2: 9}), row(2, debts={1: 9}), row(3))
     return lending.Settler(member, ledger, least=1, chunk=4, leaf=4, freeze_s=60.0, pause_s=10.0, **options)

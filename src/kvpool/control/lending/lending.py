@@ -51,7 +51,8 @@ class Lending:
     Calls may come from any thread; those that move blocks wait for each other. A context manager. It keeps the pool and
     the sequences that have borrowed blocks; it ends without being closed if nothing refers to it any more.
 
-    A member whose engine never calls `settle` takes no part in settlements: others leave its debts out.
+    A member whose engine does not call `settle`, or has not for thirty heartbeats, takes no part in settlements: others
+    leave its debts out.
 
     Args:
         pool: Attached to the cluster.

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from kvpool.cluster import Registration
@@ -25,7 +26,6 @@ class Publisher:
     """What one member publishes. Any thread may call.
 
     Attributes:
-        settles: Whether it takes part in settlements.
         row: That was published last.
 
     Args:
@@ -37,6 +37,7 @@ class Publisher:
         settler: Its part in settlements.
         lock: Of the members, the settler and the row; held briefly.
         stop: Set when nothing is to be published any more.
+        clock: Seconds, of any origin.
     """
 
     def __init__(
@@ -49,8 +50,8 @@ class Publisher:
         settler: policy.Settler,
         lock: threading.Lock,
         stop: threading.Event,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.settles = False
         self.row: policy.Row | None = None
         self._pool = pool
         self._registration = registration
@@ -60,6 +61,8 @@ class Publisher:
         self._settler = settler
         self._lock = lock
         self._stop = stop
+        self._clock = clock
+        self._turn_at: float | None = None  # the latest turn in settlements; None: it takes no part in them
         self._version = time.monotonic_ns()  # goes on where an earlier one of this process ended
 
     def publish(self) -> bool:
@@ -71,16 +74,22 @@ class Publisher:
         with self._lock:
             self.check_open()
             self._members.apply()
+            self._cease()
             row = self._row()
             if not self._settler.news and not policy.worth_publishing(self.row, row):
                 return False
-            said = said_json(self._settler.said) if self.settles else {}
+            said = said_json(self._settler.said) if self._turn_at is not None else {}
             self._registration.publish(lending=row_json(row) | said)
             self._settler.news = False
             self.row = row
             self._version = row.version
             self._members.ledger.take(row)
             return True
+
+    def note_turn(self) -> None:
+        """Notes that the engine takes a turn in settlements, with the lock held: it takes part from now on."""
+        self._settler.news |= self._turn_at is None
+        self._turn_at = self._clock()
 
     def tell(self) -> None:
         """Publishes after blocks have moved. They have, even if this fails."""
@@ -115,6 +124,12 @@ class Publisher:
         """Free blocks beyond the reserve."""
         free: int = self.stats().free
         return max(0, free - self._reserve)
+
+    def _cease(self) -> None:
+        """An engine that takes no turns any more takes no part: others would wait for it again and again."""
+        if self._turn_at is not None and self._clock() >= self._turn_at + self._settler.freeze_s:
+            self._turn_at = None
+            self._settler.news = True
 
     def _row(self) -> policy.Row:
         stats, record = self.stats(), self._registration.record

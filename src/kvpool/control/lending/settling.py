@@ -59,8 +59,7 @@ class Settling:
         A creditor that is stopped is waited for until the deadline, and not beyond the freeze.
         """
         with self._lock:
-            if not self._own.settles:
-                self._own.settles = self._settler.news = True
+            self._own.note_turn()
             self._members.apply()
             now = self._clock()
             due = self._settler.turn(now, self._able, self._own.room)

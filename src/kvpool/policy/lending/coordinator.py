@@ -207,11 +207,11 @@ def _answers(call: Call, said: Mapping[int, Said]) -> dict[int, Answer]:
 
 
 def _busy(said: Mapping[int, Said]) -> set[int]:
-    """The members that have agreed to a call that goes on."""
+    """The members that have agreed to a call that goes on, and have not brought all of it home."""
     return {
         member
         for each in said.values()
         if each.call is not None
         for member, answer in _answers(each.call, said).items()
-        if answer.state == "agreed"
+        if answer.state == "agreed" and answer.home < each.call.settlement.blocks
     }

@@ -54,6 +54,7 @@ class Settler:
     Attributes:
         ledger: Of this member. The caller keeps it.
         news: Whether another member waits for what this one says now. The caller clears it.
+        freeze_s: Seconds for which its freezes count: a member that takes no turn for as long has ceased to take part.
 
     Args:
         member: This member.
@@ -84,6 +85,7 @@ class Settler:
         count_of(chunk, "the blocks of a round", 1)
         self.ledger = ledger
         self.news = False
+        self.freeze_s = freeze_s
         self._member = member
         self._coordinator = Coordinator(member, ledger, least, chunk, leaf, freeze_s, pause_s, number, seed)
         self._freezes = Freezes(member)
