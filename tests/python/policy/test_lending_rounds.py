@@ -155,6 +155,57 @@ def test_a_member_in_a_new_term_voids_the_settlement(number):
     assert not any(town.parties[number].debts)
 
 
+def test_a_long_settlement_is_several_and_none_is_cut_in_a_round():
+    town = ring(1, blocks=70)
+    until(town, lambda: not any(town.owed.values()))
+    for _ in range(5):
+        town.tick()
+    assert town.completed == len(town.calls) > 1
+    assert not town.stops
+    assert town.is_even()
+    assert town.now < 3 * FREEZE_S
+
+
+def test_a_circle_without_room_does_not_keep_its_coordinator_from_others():
+    """The larger comes first, and nobody on it has a free block; the smaller has some."""
+    pairs = {(1, 2): 30, (2, 3): 30, (3, 1): 30, (1, 4): 20, (4, 5): 20, (5, 1): 20}
+    town = Town(9, pairs, {1: 0, 2: 0, 3: 0, 4: 0, 5: 2}, is_rough=False)
+    until(town, lambda: town.completed)
+    assert {pair for pair, blocks in town.owed.items() if blocks} == {(1, 2), (2, 3), (3, 1)}
+    assert len(town.calls) < 6
+
+
+def test_a_freeze_that_ends_in_a_round_leaves_nobody_out_that_brought_blocks_home():
+    ledger = ledger_of(row(1, debts={2: 90}), row(2, debts={1: 90}))
+    settler = lending.Settler(1, ledger, least=1, chunk=8, leaf=4, freeze_s=60.0, pause_s=10.0)
+    now = 0.0
+    for _ in range(5):
+        settler.hear(2, lending.Said())
+        begin = now
+        while settler.said.call is None:
+            settler.turn(now, lambda _: 90, lambda: 9)
+            now += 1.0
+        assert now <= begin + 16.0  # at the next look
+        key = settler.said.call.key
+        for home in (0, 5):
+            settler.hear(2, lending.Said(None, {1: lending.Answer(*key, "agreed", 90, 9, home)}))
+            settler.turn(now, lambda _: 90, lambda: 9)
+        assert settler.said.call.due == 8
+        now += 60.0
+        settler.turn(now, lambda _: 90, lambda: 9)
+        assert settler.said.call is None
+
+
+def test_a_round_is_no_larger_than_the_room_goes_round_in_a_while():
+    ledger = ledger_of(row(1, debts={2: 90}), row(2, debts={1: 90}))
+    settler = lending.Settler(1, ledger, least=1, chunk=64, leaf=4, freeze_s=60.0, pause_s=10.0)
+    settler.hear(2, lending.Said())
+    settler.turn(0.0, lambda _: 90, lambda: 1)
+    settler.hear(2, lending.Said(None, {1: lending.Answer(*settler.said.call.key, "agreed", 90, 2)}))
+    settler.turn(1.0, lambda _: 90, lambda: 1)
+    assert (settler.said.call.unit, settler.said.call.due) == (2, 16)
+
+
 def test_a_member_whose_debts_are_smaller_than_its_row_says_ends_the_settlement():
     town = ring(4)
     town.owed[2, 3] = 1  # a sequence has ended

@@ -20,6 +20,8 @@ from kvpool.policy.lending.settle import Settlement, settle
 __all__ = ["Coordinator"]
 
 _PAUSES_MAX: Final = 32  # what fails again and again is not tried for so many pauses
+_RESTING_MAX: Final = 64  # so many circles that have failed are remembered
+_TRIPS: Final = 8  # so often the room goes round the circle in a round, so that a round takes but a part of the freeze
 
 
 class Coordinator:
@@ -75,7 +77,10 @@ class Coordinator:
         self._agree_by = 0.0  # all members
         self._left_out: dict[int, float] = {}  # members that have failed, until when
         self._pauses: dict[int, float] = {}  # for how many pauses
-        self._full = 0.0  # for so many pauses nothing was called, since no member had room
+        self._resting: dict[tuple[int, ...], tuple[float, float]] = {}  # circles that failed by no other: as both above
+        self._round = 0  # blocks of each round of the call
+        self._round_at = 0.0  # when the present one was called
+        self._due_before = 0  # so much was due in the one before
 
     def advance(self, said: Mapping[int, Said], now: float) -> bool:
         """Ends the call, or calls the next round, by what the members say. Whether the call has changed."""
@@ -87,7 +92,10 @@ class Coordinator:
         if is_home and 0 < self._blocks <= call.due:
             self._complete(call, now)
         elif failure := self._failure(call, self._freeze, answers, said, now):
-            self._end(f"stops: {failure[0]}", now, failure[1])
+            has_moved = any(answer.home for answer in answers.values())
+            self._end(call, f"stops: {failure[0]}", now, failure[1], has_moved)
+        elif is_home and call.due and 2 * now - self._round_at > self._freeze.expires:
+            self._complete(call, now)  # so far: another round, as long as this one, would be cut
         elif is_home:
             self._next_round(call, answers, now)
         return self.call != call
@@ -105,11 +113,11 @@ class Coordinator:
         if self.call is not None or now < self._look_at:
             return False
         self._look_at = now + self._pause_s
-        settlement = self._find({member for member in said if self._left_out.get(member, now) <= now}, _busy(said))
+        settlement = self._find({member for member in said if self._left_out.get(member, now) <= now}, _busy(said), now)
         if settlement is None:
             return False
         self._number += 1
-        self._blocks = 0
+        self._blocks = self._due_before = 0
         self._has_waited = False
         self._agree_by = now + self._pause_s
         self._freeze = freeze_of(settlement, self._ledger, self._number, now + self._freeze_s)
@@ -117,8 +125,8 @@ class Coordinator:
         self.notes.append(f"settlement {self._number}: {settlement.blocks} blocks each of members {settlement.members}")
         return True
 
-    def _find(self, members: Collection[int], busy: set[int]) -> Settlement | None:
-        """The first settlement that this member coordinates among those of these members, unless one is busy."""
+    def _find(self, members: Collection[int], busy: set[int], now: float) -> Settlement | None:
+        """The first settlement of these members that this one may call."""
         debts = {
             (debtor, creditor): blocks
             for (debtor, creditor), blocks in self._ledger.debts().items()
@@ -129,7 +137,7 @@ class Coordinator:
         is_first = True
         for settlements in settle(debts, self._least):
             for settlement in settlements:
-                if settlement.coordinator == self._member and not busy.intersection(settlement.members):
+                if self._may_call(settlement, busy, now):
                     if is_first or self._has_waited:
                         return settlement
                     self._has_waited = True
@@ -138,13 +146,23 @@ class Coordinator:
         self._has_waited = False
         return None
 
+    def _may_call(self, settlement: Settlement, busy: set[int], now: float) -> bool:
+        """Whether this member coordinates it, no member is busy, and the circle has not failed just now."""
+        return (
+            settlement.coordinator == self._member
+            and not busy.intersection(settlement.members)
+            and self._resting.get(settlement.members, (now, 0.0))[0] <= now
+        )
+
     def _failure(
         self, call: Call, freeze: Freeze, answers: Mapping[int, Answer], said: Mapping[int, Said], now: float
     ) -> tuple[str, list[int]] | None:
         """Why the settlement cannot go on, and by which members; None while it can."""
         members = call.settlement.members
         if why := freeze.void(self._ledger, now):
-            return why, [member for member in members if member not in answers or answers[member].home < call.due]
+            home = {member: answer.home for member, answer in answers.items()}
+            least = min(call.due, self._due_before + 1)  # who brings anything home in a round is not stopped
+            return why, [member for member in members if home.get(member, -1) < least]
         if gone := [member for member in members if member not in said]:
             return f"member {gone[0]} takes no part any more", gone
         if refused := [member for member, answer in answers.items() if answer.state == "refused"]:
@@ -163,37 +181,54 @@ class Coordinator:
             self._blocks = min(call.settlement.blocks, *(answer.able for answer in answers.values()))
             if self._blocks < self._least:
                 short = [member for member, answer in answers.items() if answer.able < self._least]
-                self._end("stops: the debts are smaller than the rows say", now, short)
+                self._end(call, "stops: the debts are smaller than the rows say", now, short)
                 return
             room = max(answer.room for answer in answers.values())
             if not room:
-                self._end("stops: no member has room", now)
-                self._full = min(2 * max(self._full, 0.5), _PAUSES_MAX)
-                self._look_at = now + self._full * self._pause_s
+                self._end(call, "stops: no member has room", now)
                 return
             unit = 1 << min(room, self._leaf, self._chunk, self._blocks).bit_length() - 1
             if self._blocks - self._blocks % unit >= self._least:
                 self._blocks -= self._blocks % unit
             call = replace(call, unit=unit)
-        chunk = self._chunk - self._chunk % call.unit
-        self.call = replace(call, due=min(call.due + chunk, self._blocks))
+            self._round = min(self._chunk, _TRIPS * room)
+            self._round -= self._round % unit
+        self._round_at = now
+        self._due_before = call.due
+        self.call = replace(call, due=min(call.due + self._round, self._blocks))
 
     def _complete(self, call: Call, now: float) -> None:
-        self._end(f"is complete: {call.due} blocks each", now)
+        self._end(
+            call, f"is complete{' so far' * (call.due < self._blocks)}: {call.due} blocks each", now, has_moved=True
+        )
         self._look_at = now + self._pause_s / 5  # when the rows have arrived
-        self._full = 0.0
-        for member in call.settlement.members:
-            self._pauses.pop(member, None)
 
-    def _end(self, why: str, now: float, by: Collection[int] = ()) -> None:
-        """Ends the call. The members by whom are left out for a while: for longer each time, and never equally long."""
+    def _end(self, call: Call, why: str, now: float, by: Collection[int] = (), has_moved: bool = False) -> None:
+        """Ends the call. The members by whom are left out for a while: for longer each time, and never equally long.
+
+        If blocks have come home, earlier failures are forgotten. If none have, by no other member, the circle rests.
+        """
         self.notes.append(f"settlement {self._number} {why}")
         self.call = self._freeze = None
         self._look_at = now + self._pause_s * self._dice.uniform(0.5, 1.5)
-        for member in by:
-            if member != self._member:
-                self._pauses[member] = pause = min(2 * self._pauses.get(member, 0.5), _PAUSES_MAX)
-                self._left_out[member] = now + pause * self._pause_s * self._dice.uniform(1, 2)
+        members = call.settlement.members
+        if has_moved:
+            self._resting.pop(members, None)
+            for member in members:
+                self._pauses.pop(member, None)
+        others = [member for member in by if member != self._member]
+        for member in others:
+            self._pauses[member] = pause = min(2 * self._pauses.get(member, 0.5), _PAUSES_MAX)
+            self._left_out[member] = now + pause * self._pause_s * self._dice.uniform(1, 2)
+        if not others and not has_moved:
+            self._rest(members, now)
+
+    def _rest(self, circle: tuple[int, ...], now: float) -> None:
+        """Does not call a circle for a while, and longer each time: others of this member have their turn."""
+        pause = min(2 * self._resting.pop(circle, (now, 0.5))[1], _PAUSES_MAX)
+        if len(self._resting) == _RESTING_MAX:
+            del self._resting[next(iter(self._resting))]  # the one that failed first
+        self._resting[circle] = now + pause * self._pause_s, pause
 
 
 def _answers(call: Call, said: Mapping[int, Said]) -> dict[int, Answer]:
