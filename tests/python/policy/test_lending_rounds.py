@@ -358,6 +358,29 @@ def test_a_freeze_ends_without_a_turn():
     assert settler.said.answers[1].state == "ended"
 
 
+def test_a_call_whose_rounds_have_begun_is_not_agreed_to():
+    """One that is made anew in the same term does not know what it had agreed to and brought home."""
+    settler = settler_of()
+    assert hear(settler, call_of(due=4)) is None
+    assert settler.said.answers[1].state == "refused"
+    assert settler.frozen(1, 0.0) == 0
+
+
+def test_a_circle_of_more_members_than_a_record_names_is_not_called():
+    def first_call(members):
+        ledger = ledger_of(*(row(one, debts={one % members + 1: 9}) for one in range(1, members + 1)))
+        settler = settler_of(1, ledger)
+        for one in range(2, members + 1):
+            settler.hear(one, lending.Said())
+        settler.turn(0.0, lambda _: 9, lambda: 1)
+        return settler.said.call
+
+    assert len(first_call(lending.MEMBERS_MAX).terms) == lending.MEMBERS_MAX
+    assert first_call(lending.MEMBERS_MAX + 1) is None
+    with pytest.raises(ArgumentError, match="65 members"):
+        call_of(members=tuple(range(1, lending.MEMBERS_MAX + 2)))
+
+
 def test_what_is_no_call_for_this_member_is_not_answered():
     settler = settler_of()
     hear(settler, call_of(members=(1, 3)))

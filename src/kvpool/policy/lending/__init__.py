@@ -23,7 +23,7 @@ docs/internals/lending.md says why the settlements keep what they promise.
 from kvpool.policy.lending.candidates import CANDIDATES, Search, Weights, candidates
 from kvpool.policy.lending.freeze import Freeze, Freezes, freeze_of
 from kvpool.policy.lending.ledger import BLOCKS_MAX, PUBLISHED_PART, Debts, Ledger, Row, worth_publishing
-from kvpool.policy.lending.messages import ANSWERS_MAX, FREEZE_S_MAX, Answer, Call, Said
+from kvpool.policy.lending.messages import ANSWERS_MAX, FREEZE_S_MAX, MEMBERS_MAX, Answer, Call, Said
 from kvpool.policy.lending.offload import (
     LEAF_BLOCKS,
     Held,
@@ -45,6 +45,7 @@ __all__ = [
     "CANDIDATES",
     "FREEZE_S_MAX",
     "LEAF_BLOCKS",
+    "MEMBERS_MAX",
     "PUBLISHED_PART",
     "Answer",
     "Away",

@@ -14,7 +14,7 @@ from typing import Final
 
 from kvpool.policy.lending.freeze import Freeze, freeze_of
 from kvpool.policy.lending.ledger import Ledger
-from kvpool.policy.lending.messages import Answer, Call, Said
+from kvpool.policy.lending.messages import MEMBERS_MAX, Answer, Call, Said
 from kvpool.policy.lending.settle import Settlement, settle
 
 __all__ = ["Coordinator"]
@@ -150,6 +150,7 @@ class Coordinator:
         """Whether this member coordinates it, no member is busy, and the circle has not failed just now."""
         return (
             settlement.coordinator == self._member
+            and len(settlement.members) <= MEMBERS_MAX
             and not busy.intersection(settlement.members)
             and self._resting.get(settlement.members, (now, 0.0))[0] <= now
         )

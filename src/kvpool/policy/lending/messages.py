@@ -16,12 +16,15 @@ from kvpool.policy.fields import count_of, seconds_of
 from kvpool.policy.lending.ledger import BLOCKS_MAX
 from kvpool.policy.lending.settle import Settlement
 
-__all__ = ["ANSWERS_MAX", "FREEZE_S_MAX", "Answer", "AnswerState", "Call", "Said"]
+__all__ = ["ANSWERS_MAX", "FREEZE_S_MAX", "MEMBERS_MAX", "Answer", "AnswerState", "Call", "Said"]
 
 AnswerState = Literal["agreed", "refused", "ended"]
 
 # A member answers so many coordinators at a time; to others its silence is a refusal. A record has a limited length.
 ANSWERS_MAX: Final = 32
+
+# A call names so many members: a record has a limited length, and room goes round a larger circle slowly.
+MEMBERS_MAX: Final = 64
 
 # A call cannot freeze debts for longer, whatever another machine says.
 FREEZE_S_MAX: Final = 600.0
@@ -51,6 +54,8 @@ class Call:
         """Raises ArgumentError for a call that no coordinator makes."""
         if len(self.terms) != len(self.settlement.members):
             raise ArgumentError(f"{len(self.terms)} terms for {len(self.settlement.members)} members")
+        if len(self.terms) > MEMBERS_MAX:
+            raise ArgumentError(f"a call names {len(self.terms)} members; {MEMBERS_MAX} are allowed")
         for term in self.terms:
             count_of(term, "the term of a member", 0)
         count_of(self.number, "the number of a call", 0)

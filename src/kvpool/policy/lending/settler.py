@@ -183,6 +183,8 @@ class Settler:
             del self._answers[coordinator]
 
     def _answer(self, call: Call, able: Callable[[int], int], room: Callable[[], int], now: float) -> Answer:
+        if call.due:  # an earlier one of this member has agreed: what it brought home is not known here
+            return Answer(*call.key, "refused")
         freeze = Freeze(call.settlement, call.terms, call.number, now + call.seconds)
         if not self._freezes.agree(freeze, self.ledger, now):
             return Answer(*call.key, "refused")
