@@ -27,6 +27,15 @@ def test_a_ring_of_full_pools_comes_home(settle_blocks):
     ring.check()
 
 
+def test_loans_that_end_within_a_leaf_come_home_without_a_halt():
+    """There is room for a leaf of four blocks, and whole leaves alone would leave each member with room for two."""
+    ring = Ring(blocks=10, free=4)
+    assert ring.turns(times=8) == 24
+    assert ring.owed == [2, 2, 2]
+    assert ring.calls == [None] * 3
+    ring.check()
+
+
 def test_debts_below_the_least_stay():
     ring = Ring(settle_min=9)
     assert ring.turns(times=5) == 0

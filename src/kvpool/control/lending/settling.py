@@ -93,14 +93,17 @@ class Settling:
 
     def _parts(self, due: policy.Due) -> Iterator[policy.Payback]:
         """What comes home of that which is due, as long as its freeze counts and its coordinator calls."""
-        loans = [loan for loan in self._borrowing.loans() if loan.creditor == due.creditor]
-        for part in policy.plan_payback(loans, due.portion(self._own.room()), leaf=self._leaf):
-            with self._lock:
-                self._members.apply()
-                now_due = self._settler.due(self._clock())
-            if now_due is None or (now_due.coordinator, now_due.key) != (due.coordinator, due.key):
-                return
-            yield part
+        portion = due.portion(self._own.room())
+        for leaf in (self._leaf, 1):  # a loan may end within a leaf: the room for the rest of a unit is used up, too
+            loans = [loan for loan in self._borrowing.loans() if loan.creditor == due.creditor]
+            for part in policy.plan_payback(loans, portion, leaf=leaf):
+                with self._lock:
+                    self._members.apply()
+                    now_due = self._settler.due(self._clock())
+                if now_due is None or (now_due.coordinator, now_due.key) != (due.coordinator, due.key):
+                    return
+                portion -= part.blocks
+                yield part
 
     def _note(self, due: policy.Due, blocks: int) -> None:
         with self._lock:
