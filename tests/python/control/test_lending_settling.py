@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import threading
 from types import SimpleNamespace
 
 import pytest
 from control.lending_kit import FakeCluster, FakeHandle, FakeRegistration, Ring, enter, lend, town_of
 from policy.lending_kit import row
+from transfer.kit import eventually
 
 from kvpool import ArgumentError, Busy, ClosedError, DeadlineExceeded, Member
 from kvpool.control.lending import Lending, row_json
@@ -256,6 +258,42 @@ def test_a_creditor_is_waited_for_no_longer_than_the_freeze_counts():
     ring.now += 597.0
     assert ring.lending(1).settle() == 0
     assert 0.0 < waited[0] <= 3.0
+    ring.check()
+
+
+def test_other_calls_wait_a_while_for_a_creditor_that_is_stopped_and_no_longer():
+    ring = Ring(settle_blocks=8)
+    ring.turns()
+    waited = []
+
+    def fetch(peer, blocks, *, to, timeout=None):
+        waited.append(timeout)
+        return FakeHandle(DeadlineExceeded("it is stopped"))
+
+    ring.pool(1).settings = SimpleNamespace(timeout_s=1e6)
+    ring.pool(1).fetch = fetch
+    assert ring.lending(1).settle() == 0
+    assert 0.0 < waited[0] <= 60.0  # a tenth of the freeze
+    assert len(waited) == 1
+    ring.check()
+
+
+def test_a_recall_waits_for_the_leaf_that_is_under_way_and_for_no_other():
+    ring = Ring(settle_blocks=8, free=8)
+    ring.turns()  # eight blocks are due, and have room: two leaves
+    seq, came = ring.sequences[0], []
+    recalled = seq.addrs[:2].copy()
+    thread = threading.Thread(target=lambda: came.append(ring.lending(1).give_back(recalled)))
+
+    def recall():
+        thread.start()
+        eventually(lambda: ring.lending(1)._settling._recalls == 1)
+
+    seq.meanwhile = recall
+    assert ring.lending(1).settle() == 4
+    thread.join(10.0)
+    assert came == [2]
+    assert ring.owed == [2, 8, 8]
     ring.check()
 
 

@@ -32,16 +32,20 @@ class Homecoming:
         self._borrowing = borrowing
 
     def bring(
-        self, plan: Iterable[policy.Payback], deadline: Deadline, note: Callable[[int], object] | None = None
+        self,
+        plan: Iterable[policy.Payback],
+        deadline: Deadline,
+        note: Callable[[int], object] | None = None,
+        part_s: float | None = None,
     ) -> int:
         """How many blocks have come home; what a creditor does not give up now stays there.
 
-        `note`: is told of each part that has come home, at once.
+        `note`: is told of each part that has come home, at once. `part_s`: at most so long a part takes.
         """
         home = 0
         for part in plan:
             try:
-                self._bring(part, deadline)
+                self._bring(part, deadline if part_s is None else deadline.within(part_s))
             except (OutOfBlocks, DeadlineExceeded):  # others took the room, or there is no time for more
                 break
             except ClosedError:

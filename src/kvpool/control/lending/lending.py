@@ -226,8 +226,10 @@ class Lending:
     def give_back(self, addrs: AddressLike, *, timeout: float | None = None) -> int:
         """Brings home blocks that a creditor recalls, as far as there is any room, the reserve included.
 
-        For `Peers.on_change`: call it with the `addrs` of a "recalled" event. What has not come home by the event's
-        deadline is lost, and attention over the sequence reports it; make room first if it must not be.
+        For `Peers.on_change`: call it with the `addrs` of a "recalled" event. It waits for other calls that move
+        blocks; for the leaf that `settle` brings home just now at most three heartbeats, if its creditor is stopped. What
+        has not come home by the event's deadline is lost, and attention over the sequence reports it; make room first if
+        it must not be.
 
         Args:
             addrs: The recalled blocks. Those of no sequence of this are left alone.
@@ -244,7 +246,8 @@ class Lending:
         def plan() -> Iterable[policy.Payback]:
             return policy.plan_payback(self._borrowing.loans(among=addrs), self._own.stats().free, leaf=self._leaf)
 
-        return self._bring_home(plan, timeout)
+        with self._settling.recall():
+            return self._bring_home(plan, timeout)
 
     def settle(self, *, timeout: float | None = None) -> int:
         """Takes part in settling debts that go round in a circle, and brings home what is due and has room now.

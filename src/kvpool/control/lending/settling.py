@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Final
 
 from kvpool.control.lending.home import Homecoming
 from kvpool.control.lending.members import LendingMembers
@@ -17,6 +20,9 @@ from kvpool.policy import lending as policy
 __all__ = ["Settling"]
 
 _log = logging.getLogger("kvpool.lending")
+
+_PART_OF_FREEZE: Final = 0.1  # three heartbeats: so long a stopped creditor holds up other calls that move blocks
+_PART_S_MIN: Final = 1.0  # a busy machine takes as long for a leaf, whatever the heartbeat is
 
 
 class Settling:
@@ -52,11 +58,14 @@ class Settling:
         self._leaf = leaf
         self._lock = lock
         self._clock = clock
+        self._part_s = max(_PART_S_MIN, _PART_OF_FREEZE * settler.freeze_s)
+        self._recalls = 0  # that wait for this member's turn
 
     def turn(self, deadline: Deadline) -> int:
         """Answers and calls, and brings home what is due and has room; how many blocks have come home.
 
-        A creditor that is stopped is waited for until the deadline, and not beyond the freeze.
+        A creditor that is stopped is waited for until the deadline, for three heartbeats, or a second if that is more,
+        and not beyond the freeze.
         """
         with self._lock:
             self._own.note_turn()
@@ -67,7 +76,19 @@ class Settling:
                 _log.info("%s", note)
         if due is None:
             return 0
-        return self._home.bring(self._parts(due), deadline.within(due.expires - now), lambda n: self._note(due, n))
+        deadline = deadline.within(due.expires - now)
+        return self._home.bring(self._parts(due), deadline, lambda n: self._note(due, n), self._part_s)
+
+    @contextlib.contextmanager
+    def recall(self) -> Iterator[None]:
+        """While this is open a turn begins with no further part: a recall waits only for that which is under way."""
+        with self._lock:
+            self._recalls += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._recalls -= 1
 
     @property
     def has_news(self) -> bool:
@@ -96,14 +117,23 @@ class Settling:
         portion = due.portion(self._own.room())
         for leaf in (self._leaf, 1):  # a loan may end within a leaf: the room for the rest of a unit is used up, too
             loans = [loan for loan in self._borrowing.loans() if loan.creditor == due.creditor]
-            for part in policy.plan_payback(loans, portion, leaf=leaf):
+            for part in self._leaves(policy.plan_payback(loans, portion, leaf=leaf)):
                 with self._lock:
                     self._members.apply()
-                    now_due = self._settler.due(self._clock())
+                    now_due = None if self._recalls else self._settler.due(self._clock())
                 if now_due is None or (now_due.coordinator, now_due.key) != (due.coordinator, due.key):
                     return
                 portion -= part.blocks
                 yield part
+
+    def _leaves(self, plan: Iterable[policy.Payback]) -> Iterator[policy.Payback]:
+        """The parts, the last blocks first, and none longer than a leaf: none takes long."""
+        for part in plan:
+            end = part.first + part.blocks
+            while end > part.first:
+                first = max(part.first, (end - 1) // self._leaf * self._leaf)
+                yield replace(part, first=first, blocks=end - first)
+                end = first
 
     def _note(self, due: policy.Due, blocks: int) -> None:
         with self._lock:

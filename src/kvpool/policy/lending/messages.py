@@ -26,7 +26,7 @@ ANSWERS_MAX: Final = 32
 # A call names so many members: a record has a limited length, and room goes round a larger circle slowly.
 MEMBERS_MAX: Final = 64
 
-# A call cannot freeze debts for longer, whatever another machine says.
+# One call cannot freeze debts for longer, whatever another machine says. A coordinator may call anew when it is over.
 FREEZE_S_MAX: Final = 600.0
 
 
