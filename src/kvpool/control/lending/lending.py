@@ -227,9 +227,9 @@ class Lending:
         """Brings home blocks that a creditor recalls, as far as there is any room, the reserve included.
 
         For `Peers.on_change`: call it with the `addrs` of a "recalled" event. It waits for other calls that move
-        blocks; for the leaf that `settle` brings home just now at most three heartbeats, if its creditor is stopped. What
-        has not come home by the event's deadline is lost, and attention over the sequence reports it; make room first if
-        it must not be.
+        blocks; for the leaf that `settle` brings home just now at most three heartbeats, if its creditor is stopped.
+        What has not come home by the event's deadline is lost, and attention over the sequence reports it; make room
+        first if it must not be.
 
         Args:
             addrs: The recalled blocks. Those of no sequence of this are left alone.
