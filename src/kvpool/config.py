@@ -126,7 +126,7 @@ class Settings:
     transfers_max: int = 4096
     reserved_max: int = 1 << 20
     lend_max: int = -1
-    viewed_max: int = 1 << 20
+    viewed_max: int = 1 << 22
     received_max: int = 65536
     attend_lent_max: int = 64
 

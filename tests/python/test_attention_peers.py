@@ -160,6 +160,9 @@ def test_attention_goes_on_while_blocks_move(three):
         try:
             for peer in ("b", "c", "b"):
                 a.free(seq.offload(2 * LEAF, peer))
+                until = time.monotonic() + 60
+                while free_of(a) < 2 * LEAF and time.monotonic() < until:  # what the engine still reads is not free
+                    time.sleep(0.001)
                 a.free(seq.bring_home(LEAF))
                 a.free(seq.bring_home(LEAF))
         finally:
@@ -398,6 +401,21 @@ def test_a_creditor_that_is_stopped_costs_no_more_than_the_deadline(three):
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+def test_a_creditor_that_is_closed_while_it_computes_is_lost_and_its_callers_have_cancelled_nothing():
+    layout, ends = layout_of(kv_heads=8, head_dim=128), []
+    q = np.zeros((256, 64, 128), np.float32)
+    for round_ in range(4):
+        with pool_of(layout, 0, 4, name="a", secret="s") as a, pool_of(layout, 0, 256, name="b", secret="s") as b:
+            a.peers.connect(listening(b))
+            with a.sequence(a.alloc(256, kvpool.DRAM, instance="b")) as seq:
+                handle = a.attend(0, q, [seq] * 16, query_tokens=[16] * 16, where="there")
+                time.sleep(0.1 + 0.2 * round_)
+                b.close()
+                ends.append(type(handle.exception(60)))
+    assert set(ends) <= {type(None), kvpool.PeerLost}
+    assert kvpool.PeerLost in ends
 
 
 def test_a_layout_without_heads_cannot_be_viewed_by_a_peer():

@@ -19,7 +19,7 @@ struct ServiceOptions {
   int worker_threads = 2;
   std::uint32_t transfers_max = 4096;     // of one peer, under way
   std::uint32_t reserved_max = 1U << 20;  // blocks of one peer, reserved and lent together
-  std::uint32_t viewed_max = 1U << 20;    // blocks that one peer views
+  std::uint32_t viewed_max = 1U << 22;    // blocks that one peer views
   std::uint32_t received_max = 65536;     // items that wait for the application; then peers get kBusy
   std::uint32_t attend_lent_max = 64;     // attention calls of peers that run or wait here; 0: none is computed
   bool trusted_network = false;           // frames on TCP carry a checksum, not a MAC, if both sides set this

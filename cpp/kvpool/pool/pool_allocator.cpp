@@ -30,7 +30,7 @@ bool PoolAllocator::try_take(std::size_t n, MediumChoice medium, const BlockOwne
   check(medium);
   SpaceLock lock = blocks_.lock();
   guard_.check();
-  check_lent(owner, n);
+  check_lent(owner, 0, n);
   if (!blocks_.take(n, medium, owner.state, out)) return false;
   hand_over(lock, owner, out, n);
   return true;
@@ -43,10 +43,10 @@ void PoolAllocator::take_evicting(std::size_t n, MediumChoice medium, const Bloc
   auto reclaim = moves_.reclaiming();
   SpaceLock lock = blocks_.lock();
   guard_.check();
-  check_lent(owner, n);
+  check_lent(owner, 0, n);
   moves_.take_evicting(reclaim, lock, n, medium, owner.state, out, after);
   try {
-    check_lent(owner, 0);  // others may have been lent while the lock was let go of
+    check_lent(owner, n, n);  // others may have been lent while the lock was let go of
   } catch (...) {
     blocks_.release(out, n);
     throw;
@@ -54,11 +54,12 @@ void PoolAllocator::take_evicting(std::size_t n, MediumChoice medium, const Bloc
   hand_over(lock, owner, out, n);
 }
 
-// Whether so many more may be lent, in addition to those that are. REQUIRES: the lock is held.
-void PoolAllocator::check_lent(const BlockOwner& owner, std::size_t more) const {
+// Whether `more` blocks may be lent in addition to those that are; of them `taken` are in that state already.
+// REQUIRES: the lock is held.
+void PoolAllocator::check_lent(const BlockOwner& owner, std::size_t taken, std::size_t more) const {
   const std::int64_t most = lend_max();
   if (owner.state != BlockState::kLent || most < 0) return;
-  std::int64_t lent = 0;
+  std::int64_t lent = -static_cast<std::int64_t>(taken);
   for (const Medium medium : kMedia) lent += blocks_.store(medium).count(BlockState::kLent);
   const auto wanted = static_cast<std::int64_t>(more);
   if (lent + wanted <= most) return;

@@ -35,7 +35,7 @@ class PoolAllocator {
   static void check_kept(MediumChoice medium);
 
   // Takes n blocks for this owner if they are free; false if not. Here and below: throws kBusy for blocks to lend above
-  // lend_max().
+  // lend_max(); if others were lent while this made room, it has evicted for nothing.
   bool try_take(std::size_t n, MediumChoice medium, const BlockOwner& owner, Address* out);
   // The same, making room: HBM moves to DRAM, DRAM is dropped, the least recently used first. `after`: as in
   // Pool::swap_out. Throws kOutOfBlocks.
@@ -43,7 +43,7 @@ class PoolAllocator {
                      const CallerStream& after);
 
  private:
-  void check_lent(const BlockOwner& owner, std::size_t more) const;
+  void check_lent(const BlockOwner& owner, std::size_t taken, std::size_t more) const;
   void hand_over(SpaceLock& lock, const BlockOwner& owner, const Address* addresses, std::size_t n);
 
   CacheBlocks& blocks_;

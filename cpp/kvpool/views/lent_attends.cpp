@@ -89,7 +89,11 @@ void LentAttends::carry_out(Job& job) noexcept {
     measure(monotonic_ns() - begin_ns);
   });
   job.end();
-  if (failure) return job.call->refuse(for_peer(*failure));
+  if (failure) {
+    const bool closing = failure->code() == ErrorCode::kCancelled && attender_.stopping() && !job.call->cancelled();
+    if (closing) return job.call->refuse(Error(ErrorCode::kPeerLost, "it was closed before it answered"));
+    return job.call->refuse(for_peer(*failure));
+  }
   job.call->answer(std::move(answer));
 }
 

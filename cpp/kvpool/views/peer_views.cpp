@@ -13,6 +13,11 @@
 #include "kvpool/views/lent_attends.h"
 
 namespace kvpool {
+namespace {
+
+constexpr std::int64_t kRetryAfterUs = 100'000;  // sequences last long
+
+}  // namespace
 
 // Holding blocks takes longer than the thread that reads links may. A caller waits for the answer to `view` before it
 // names the blocks; and what an `attend` reads is held when `unview` comes behind it.
@@ -54,13 +59,15 @@ void PeerViews::on_view(const ViewBody& body) {
     if (lost_) throw Error(ErrorCode::kPeerLost, "the link has ended");
     if (blocks_ + body.addresses.size() > limits_.blocks_max) {
       throw Error(ErrorCode::kBusy, std::to_string(blocks_) + " blocks are viewed already",
-                  {{"limit", static_cast<std::int64_t>(limits_.blocks_max)}});
+                  {{"limit", static_cast<std::int64_t>(limits_.blocks_max)},
+                   {"requested", static_cast<std::int64_t>(body.addresses.size())},
+                   {"retry_after_us", kRetryAfterUs}});
     }
     const auto [entry, is_new] = views_.try_emplace(body.view, View{blocks, by_mapping_ && body.by_mapping});
     if (is_new && views_.size() > limits_.views_max) {
       views_.erase(entry);
       throw Error(ErrorCode::kBusy, "too many views are open",
-                  {{"limit", static_cast<std::int64_t>(limits_.views_max)}});
+                  {{"limit", static_cast<std::int64_t>(limits_.views_max)}, {"retry_after_us", kRetryAfterUs}});
     }
     blocks = entry->second.blocks;
   }

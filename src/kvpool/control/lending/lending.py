@@ -155,7 +155,14 @@ class Lending:
         self._own.tell()
         return gone
 
-    def prefill(self, tokens: int, *, chunk_tokens: int | None = None, timeout: float | None = None) -> Prefill:
+    def prefill(
+        self,
+        tokens: int,
+        *,
+        chunk_tokens: int | None = None,
+        chunk_timeout: float | None = None,
+        timeout: float | None = None,
+    ) -> Prefill:
         """Makes room for a prompt, borrowing what does not fit here, and streams its later blocks to creditors.
 
         Early blocks and the tail stay here; what lies between goes to creditors in whole leaves. The engine computes
@@ -173,14 +180,16 @@ class Lending:
             chunk_tokens: So many are computed at a time; None: a leaf of 1,024. Rounded up to blocks. Two chunks are
                 kept here beside what stays. With chunks of whole leaves attention has the same bits as over a prompt
                 that lies here; with others it is rounded differently while a leaf is on its way.
-            timeout: Seconds to make room, and to send a chunk; None: the pool's setting ``timeout_s``.
+            chunk_timeout: Seconds to compute a chunk and send it; None: ten times the pool's setting ``timeout_s``.
+            timeout: Seconds to make room; None: the pool's setting ``timeout_s``.
 
         Returns:
-            The chunks, and the sequence. Leave it with an exception, and all blocks are freed here and there.
+            The chunks, and the sequence. Leave it with an exception, and all blocks are freed here and there. What a
+            creditor recalls before the last chunk has been sent does not come home by `give_back`: the prefill ends.
 
         Raises:
             OutOfBlocks: What is free here, cached prompts included, and what members lend is too little.
-            ArgumentError: A number is below 1.
+            ArgumentError: A number is below 1, or `chunk_timeout` is not above 0.
             DeadlineExceeded: There was no room in time.
             ClosedError: This is closed, or the pool.
             Nothing is borrowed or allocated then.
@@ -188,12 +197,16 @@ class Lending:
         size = self._pool.kv_layout.block_tokens
         blocks = -(-_count("tokens", tokens, 1) // size)
         chunk = self._leaf if chunk_tokens is None else -(-_count("chunk_tokens", chunk_tokens, 1) // size)
+        seconds = 10 * self._pool.settings.timeout_s if chunk_timeout is None else chunk_timeout
+        if not seconds > 0:
+            raise ArgumentError(f"chunk_timeout is {chunk_timeout}; it must be above 0")
         deadline = self._deadline(timeout)
         with self._turn(deadline):
             self._own.check_open()
             room = self._outgoing.room(blocks, chunk, deadline)
-        seconds = self._pool.settings.timeout_s if timeout is None else timeout
-        return Prefill(self._pool, tokens, room.plan, chunk, room.home, room.lent, room.names, seconds, self.watch)
+        prefill = Prefill(self._pool, tokens, room, min(chunk, blocks), seconds, self._borrowing.note_soon)
+        self._own.tell()
+        return prefill
 
     def payback(self, *, timeout: float | None = None) -> int:
         """Brings blocks home as far as there is room beyond the reserve.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from kvpool.control.lending.pools import Addresses, LendingPool, LentSequence
-from kvpool.errors import DeadlineExceeded, Error
+from kvpool.errors import DeadlineExceeded, Error, NotOwner, StaleAddress
 from kvpool.waiting.handles import carry_out
 
 __all__ = ["Deadline", "Part", "bring", "give_up", "send"]
@@ -63,12 +62,18 @@ def bring(pool: LendingPool, sequence: LentSequence, part: Part, set_backs: int,
 
 
 def give_up(pool: LendingPool, addrs: Addresses) -> None:
-    """Frees blocks that no sequence uses, whatever has failed before.
+    """Frees blocks that no sequence uses, whatever has failed before; those that are not ours any more are left out.
 
     A creditor that has gone, or recalled them, has them back already.
     """
-    with contextlib.suppress(Error):
+    try:
         pool.free(addrs)
+    except (StaleAddress, NotOwner):  # of some: then none was freed
+        if len(addrs) > 1:
+            give_up(pool, addrs[: len(addrs) // 2])
+            give_up(pool, addrs[len(addrs) // 2 :])
+    except Error:
+        pass
 
 
 def _switch(sequence: LentSequence, parts: Sequence[Part], set_backs: int, deadline: Deadline) -> None:

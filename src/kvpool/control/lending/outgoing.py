@@ -114,9 +114,10 @@ class Outgoing:
             made = policy.plan_prefill(blocks, free, lent, chunk, self._leaf, self._tail)
             if made.missing:
                 raise OutOfBlocks(
-                    f"prefill: {made.missing} of {blocks} blocks fit neither here nor at the members",
+                    f"prefill: {made.missing} blocks too few are free here and at the members, for {blocks} of the "
+                    f"prompt and {made.staging} for chunks on their way",
                     requested=blocks,
-                    free=blocks - made.missing,
+                    free=max(0, blocks - made.missing),
                 )
             return made
 

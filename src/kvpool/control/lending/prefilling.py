@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
 from kvpool.control.lending.moving import Deadline, give_up
+from kvpool.control.lending.outgoing import PrefillRoom
 from kvpool.control.lending.pools import Addresses, LendingPool
-from kvpool.errors import Error, StateError
-from kvpool.policy.lending import PrefillPlan
+from kvpool.errors import ArgumentError, Error, StateError
+from kvpool.types.addresses import instances
 
 __all__ = ["Chunk", "Prefill"]
 
@@ -27,18 +30,18 @@ class Chunk:
         creditor: The member to which they go; "" if they stay.
     """
 
-    def __init__(self, first: int, end: int, addrs: Addresses, creditor: str, stream: Any | None) -> None:
-        """Use `Prefill`."""
+    def __init__(self, first: int, end: int, addrs: Addresses, creditor: str, layers: Any) -> None:
+        """Use `Prefill`. `layers`: where they are sent, a TransferStream or `_Staying`."""
         self.first = first
         self.end = end
         self.addrs = addrs
         self.creditor = creditor
-        self._stream = stream
+        self._layers = layers
 
     def send_layer(self, layer: int, *, stream: Any = None) -> None:
         """Sends K and V of one layer, once they are written, while the engine computes the next. Does not wait.
 
-        Must be called for every layer; for a chunk that stays it does nothing.
+        Must be called once for every layer; of a chunk that stays nothing is sent.
 
         Args:
             layer: From 0 on.
@@ -48,8 +51,7 @@ class Chunk:
             ArgumentError: There is no such layer, or it was sent before.
             PeerLost, DeadlineExceeded, ...: The creditor does not take it.
         """
-        if self._stream is not None:
-            self._stream.send_layer(layer, stream=stream)
+        self._layers.send_layer(layer, stream=stream)
 
     def __repr__(self) -> str:
         """The tokens, and where they go."""
@@ -59,41 +61,38 @@ class Chunk:
 class Prefill:
     """A prompt that is being computed: `Lending.prefill` makes it. A context manager; one thread at a time uses it.
 
-    Iterate over it for the chunks, in their order. When the next one is asked for, all layers of the one before must
-    have been sent. Leaving the ``with`` before all were computed, or with an exception, closes the sequence and frees
-    all blocks, here and at the creditors.
+    Iterate over it, in the ``with``, for the chunks, in their order. When the next one is asked for, all layers of the
+    one before must have been sent, and attention that was begun for it must have ended: blocks are written again.
+    Leaving the ``with`` before all chunks were computed, or with an exception, closes the sequence and frees all
+    blocks, here and at the creditors.
 
     Attributes:
-        sequence: The KVSequence, as far as chunks were handed out; attention over it may be computed at any time. When
-            all chunks have been computed, the caller has it, and its blocks.
+        sequence: The KVSequence, as far as chunks were handed out, to attend to. When all chunks have been computed,
+            the caller has it, and its blocks.
     """
 
     def __init__(
         self,
         pool: LendingPool,
         tokens: int,
-        plan: PrefillPlan,
+        room: PrefillRoom,
         chunk: int,
-        home: Addresses,
-        lent: dict[int, Addresses],
-        names: dict[int, str],
         timeout_s: float,
         done: Callable[[Any], None],
     ) -> None:
-        """Use `Lending.prefill`. Takes the blocks over."""
+        """Use `Lending.prefill`. Takes the blocks over; `chunk`: in blocks; `timeout_s`: for each of them."""
         self._pool = pool
         self._tokens = tokens
-        self._plan = plan
+        self._room = room
         self._chunk = chunk
-        self._home = home[: plan.home]
-        self._staging = [home[plan.home :][:chunk], home[plan.home :][chunk:]]
-        self._lent = lent
-        self._names = names
         self._timeout_s = timeout_s
         self._done = done
-        self._sent: list[tuple[int, Addresses, Addresses, Any]] = []  # first block, staged, lent, stream: of two chunks
+        staging, half = room.home[room.plan.home :], room.plan.staging // 2
+        self._staging = (staging[:half], staging[half:])
+        self._sent: list[_Sent] = []  # at most two
         self._sequence: Any = None
-        self._ended = False
+        self._state = "new"  # then "open", "complete" or "abandoned"
+        self._forgotten = weakref.finalize(self, _free, pool, [room.home, *room.lent.values()])
 
     @property
     def sequence(self) -> Any:
@@ -106,51 +105,55 @@ class Prefill:
         """The chunks.
 
         Raises:
-            StateError: They were asked for before; or a layer of the chunk before was not sent.
-            PeerLost, DeadlineExceeded, ...: A creditor does not take its blocks. Leave the ``with``, and begin again.
+            StateError: This is not in its ``with``, they were asked for before; or a layer of the chunk before was not
+                sent, or tokens of it were taken back before it had arrived.
+            PeerLost, StaleAddress, DeadlineExceeded, ...: A creditor does not take its blocks, or has recalled them.
+                Leave the ``with``, and begin again.
         """
-        if self._sequence is not None or self._ended:
-            raise StateError("prefill: its chunks were asked for before")
-        used = dict.fromkeys(self._lent, 0)
+        if self._state != "open" or self._sequence is not None:
+            raise StateError("prefill: its chunks are asked for once, in its with")
+        used = dict.fromkeys(self._room.lent, 0)
         stay = gone = 0
         for first, blocks, creditor in self._ranges():
-            to = None
             if creditor:
-                addrs = self._stage(gone)[:blocks]
-                to = self._lent[creditor][used[creditor] : used[creditor] + blocks]
-                used[creditor] += blocks
+                begin = used[creditor]
+                used[creditor] = end = begin + blocks
+                yield from self._send(first, self._stage(gone)[:blocks], creditor, self._room.lent[creditor][begin:end])
                 gone += 1
             else:
-                addrs = self._home[stay : stay + blocks]
+                yield from self._keep(first, self._room.home[stay : stay + blocks])
                 stay += blocks
-            self._append(addrs)
-            yield from self._compute(first, addrs, self._names.get(creditor, ""), to)
         while self._sent:
             self._arrive()
         self._finish()
 
     def __enter__(self) -> Prefill:
         """Itself."""
+        if self._state != "new":
+            raise StateError("prefill: its with was entered before")
+        self._forgotten.detach()
+        self._state = "open"
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Abandons what is not complete."""
-        if not self._ended:
+        """Abandons it, if it is not complete or an exception leaves the ``with``."""
+        if kind is not None or self._state != "complete":
             self._abandon()
 
     def _ranges(self) -> Iterator[tuple[int, int, int]]:
         """First block, blocks and creditor (0: here) of each chunk; a chunk has one place to go to."""
-        at = 0
-        for part in (*self._plan.away, None):
-            end = part.first if part else self._plan.blocks
+        plan, at = self._room.plan, 0
+        half = len(self._staging[0])
+        for part in (*plan.away, None):
+            end = part.first if part else plan.blocks
             for first in range(at, end, self._chunk):
                 yield first, min(self._chunk, end - first), 0
             if part:
                 at = part.first + part.blocks
-                for first in range(part.first, at, self._chunk):
-                    yield first, min(self._chunk, at - first), part.creditor
+                for first in range(part.first, at, half):
+                    yield first, min(half, at - first), part.creditor
 
     def _stage(self, gone: int) -> Addresses:
         """Blocks to compute in: those of the last chunk but one, when it has arrived."""
@@ -158,54 +161,110 @@ class Prefill:
             self._arrive()
         return self._staging[gone % 2]
 
+    def _keep(self, first: int, addrs: Addresses) -> Iterator[Chunk]:
+        """Hands out a chunk that stays."""
+        self._append(addrs)
+        begin, end = self._token_range(first, addrs)
+        layers = _Staying(self._pool.kv_layout.layers)
+        yield Chunk(begin, end, addrs, "", layers)
+        self._computed(end, layers)
+
+    def _send(self, first: int, addrs: Addresses, creditor: int, to: Addresses) -> Iterator[Chunk]:
+        """Hands out a chunk that goes to a creditor while it is computed."""
+        self._append(addrs)
+        begin, end = self._token_range(first, addrs)
+        name, set_backs = self._room.names[creditor], self._sequence._set_backs
+        stream = self._pool.transfer(name, addrs, to=to, layerwise=True, timeout=self._timeout_s)
+        self._sent.append(_Sent(first, addrs, to, stream, set_backs))
+        yield Chunk(begin, end, addrs, name, stream)
+        self._computed(end, stream)
+
     def _append(self, addrs: Addresses) -> None:
         if self._sequence is None:
             self._sequence = self._pool.sequence(addrs, 0)
         else:
             self._sequence.append(addrs)
 
-    def _compute(self, first: int, addrs: Addresses, creditor: str, to: Addresses | None) -> Iterator[Chunk]:
-        """Hands a chunk out; behind it all of its layers were sent."""
+    def _token_range(self, first: int, addrs: Addresses) -> tuple[int, int]:
         size = self._pool.kv_layout.block_tokens
-        begin, end = first * size, min(self._tokens, (first + len(addrs)) * size)
-        if to is None:
-            yield Chunk(begin, end, addrs, "", None)
-        else:
-            stream = self._pool.transfer(creditor, addrs, to=to, layerwise=True, timeout=self._timeout_s)
-            self._sent.append((first, addrs, to, stream))
-            yield Chunk(begin, end, addrs, creditor, stream)
-            stream.finish()
+        return first * size, min(self._tokens, (first + len(addrs)) * size)
+
+    def _computed(self, end: int, layers: Any) -> None:
+        """All layers of a chunk have been sent."""
+        if self._state != "open":
+            raise StateError("prefill: it was abandoned")
+        layers.finish()
         if self._sequence.tokens < end:
             self._sequence.tokens = end
 
     def _arrive(self) -> None:
         """Waits until the oldest chunk that was sent has arrived; from then on it is read at the creditor."""
-        first, staged, lent, stream = self._sent[0]
-        stream.wait()
-        blocks = list(range(first, first + len(staged)))
-        deadline = Deadline(self._timeout_s)
-        set_backs = self._sequence._set_backs
-        self._sequence._switch(blocks, staged, lent, set_backs, deadline.left("switch to the new blocks"))
+        sent = self._sent[0]
+        sent.stream.wait()
+        blocks = list(range(sent.first, sent.first + len(sent.staged)))
+        left_s = Deadline(self._timeout_s).left("switch to the new blocks")
+        self._sequence._switch(blocks, sent.staged, sent.lent, sent.set_backs, left_s)
         del self._sent[0]
 
     def _finish(self) -> None:
-        self._ended = True
         for staged in self._staging:
             if len(staged):
-                self._pool.free(staged)
+                give_up(self._pool, staged)
         self._done(self._sequence)
+        self._state = "complete"
 
     def _abandon(self) -> None:
-        self._ended = True
-        for _, _, _, stream in self._sent:
-            stream.transfer.cancel()
-        for _, _, _, stream in self._sent:  # nothing may be read or written there when the blocks go
-            with contextlib.suppress(Error):
-                stream.wait()
-        self._sent.clear()
-        if self._sequence is not None:
-            self._sequence.close()
-            self._sequence = None
-        for addrs in (self._home, *self._staging, *self._lent.values()):
-            if len(addrs):
-                give_up(self._pool, np.ascontiguousarray(addrs))
+        """Frees every block that is, or may be, this prompt's: what was freed or moved before has another address."""
+        if self._state == "abandoned":
+            return
+        self._state = "abandoned"
+        sequence, self._sequence = self._sequence, None
+        kept = [self._room.home, *self._room.lent.values()]
+        try:
+            for sent in self._sent:
+                sent.stream.transfer.cancel()
+            for sent in self._sent:  # nothing may be read or written there when the blocks go
+                with contextlib.suppress(Error):
+                    sent.stream.wait()
+        finally:
+            if sequence is not None:
+                kept.append(sequence.addrs)
+                sequence.close()
+            _free(self._pool, kept)
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A chunk on its way: from block `first` of the prompt on, and how often tokens had been taken back before."""
+
+    first: int
+    staged: Addresses
+    lent: Addresses
+    stream: Any
+    set_backs: int
+
+
+class _Staying:
+    """Counts the layers of a chunk that stays, and refuses what a TransferStream refuses."""
+
+    def __init__(self, layers: int) -> None:
+        self._missing = set(range(layers))
+        self._layers = layers
+
+    def send_layer(self, layer: int, *, stream: Any = None) -> None:
+        if layer not in self._missing:
+            said = "was sent before" if layer in range(self._layers) else "is not there"
+            raise ArgumentError(f"layer {layer} {said}")
+        self._missing.remove(layer)
+
+    def finish(self) -> None:
+        if self._missing:
+            raise StateError(f"prefill: layer {min(self._missing)} was not sent")
+
+
+def _free(pool: LendingPool, kept: list[Addresses]) -> None:
+    """Each block once, owner by owner: a creditor that is gone keeps no other from getting its blocks back."""
+    addrs = np.unique(np.concatenate(kept))
+    owners = instances(addrs)
+    for owner in np.unique(owners):
+        give_up(pool, addrs[owners == owner])

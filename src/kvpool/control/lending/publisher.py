@@ -131,10 +131,16 @@ class Publisher:
             self._turn_at = None
             self._settler.news = True
 
+    def _lent_elsewhere(self) -> int:
+        """Blocks of the other medium."""
+        stats = self._pool.stats()
+        other = stats.dram if self._medium == HBM else stats.hbm
+        return 0 if other is None else int(other.lent)
+
     def _row(self) -> policy.Row:
         stats, record = self.stats(), self._registration.record
-        limit = self._pool.peers.lend_max
-        lend_max = stats.capacity if limit is None else min(limit, stats.capacity)
+        limit = self._pool.peers.lend_max  # of all media
+        lend_max = stats.capacity if limit is None else max(0, min(limit - self._lent_elsewhere(), stats.capacity))
         debts = {
             peer.instance: peer.borrowed_blocks for peer in self._pool.peers if peer.instance and peer.borrowed_blocks
         }

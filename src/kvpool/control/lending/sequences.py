@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -32,6 +33,7 @@ class Borrowing:
         self._sequences: dict[int, LentSequence] = {}  # by id(): they stay alive here
         self._since: dict[tuple[int, int], int] = {}  # by sequence and creditor
         self._loans = 0
+        self._new: deque[LentSequence] = deque()  # that were noted without waiting for a turn
 
     def held(self, sequence: LentSequence) -> lending.Held:
         """What of a sequence lies at home in the medium, as far as tokens are written."""
@@ -40,6 +42,10 @@ class Borrowing:
         at_home = (owners == 0) & (media(sequence.addrs) == self._medium)
         home = [(first, end) for first, end in _runs(at_home[:begun]) if at_home[first]]
         return lending.Held(id(sequence), begun, home, sorted({int(owner) for owner in owners if owner}))
+
+    def note_soon(self, sequence: LentSequence) -> None:
+        """As `note`, when loans are asked for next. Any thread, at any time."""
+        self._new.append(sequence)
 
     def note(self, sequence: LentSequence) -> None:
         """Remembers where the blocks of a sequence lie now."""
@@ -64,6 +70,8 @@ class Borrowing:
         Forgets sequences that have ended, or that have nothing lent any more.
         """
         found = []
+        while self._new:
+            self.note(self._new.popleft())
         for name, sequence in list(self._sequences.items()):
             if sequence.closed:
                 self._forget(name)

@@ -78,7 +78,7 @@ def plan_prefill(
     if blocks <= free:
         return PrefillPlan(blocks, (), 0, 0)
     end = max(0, blocks - tail) // leaf * leaf  # what may go ends here
-    staging = 2 * chunk
+    staging = 2 * min(chunk, end)
     begin = max(0, free - staging - (blocks - end)) // leaf * leaf
     lacking = blocks - (end - begin) + staging - free  # if even all that may go does not make it fit
     if lacking > 0:
