@@ -11,7 +11,7 @@ from control.lending_kit import FakeCluster, FakeHandle, FakeRegistration, Ring,
 from policy.lending_kit import row
 from transfer.kit import eventually
 
-from kvpool import ArgumentError, Busy, ClosedError, DeadlineExceeded, Member
+from kvpool import ArgumentError, Busy, ClosedError, DeadlineExceeded, Member, MemberEvent
 from kvpool.control.lending import Lending, row_json
 from kvpool.control.lending.records import said_from, said_json
 from kvpool.policy import lending as policy
@@ -36,6 +36,25 @@ def test_loans_that_end_within_a_leaf_come_home_without_a_halt():
     assert ring.owed == [2, 2, 2]
     assert ring.calls == [None] * 3
     ring.check()
+
+
+@pytest.mark.parametrize("gone", [1, 2])  # its own lease is lost, or another member leaves
+def test_other_calls_go_on_while_cycles_are_looked_for(monkeypatch, gone):
+    """In a cluster of a thousand members that takes long. One that is found leaves meanwhile."""
+    ring = Ring()
+    searches = []
+
+    def search(debts, least):
+        assert not ring.lending(1)._lock.locked()
+        searches.append(dict(debts))
+        if len(searches) == 1:
+            ring.town.tell(MemberEvent("lost", ring.town.members[gone]))
+        return policy.settle(debts, least)
+
+    monkeypatch.setattr("kvpool.policy.lending.coordinator.settle", search)
+    assert ring.turns((1,)) == 0
+    assert searches == [{(1, 2): 8, (2, 3): 8, (3, 1): 8}]
+    assert ring.calls == [None] * 3
 
 
 def test_debts_below_the_least_stay():

@@ -213,7 +213,7 @@ def test_two_coordinators_of_one_member_do_not_both_get_it():
     """Both cycles have member 3, and each coordinator calls before it hears of the other."""
     town = Town(7, {(1, 3): 20, (3, 1): 20, (2, 3): 20, (3, 2): 20}, {1: 1, 2: 1, 3: 0}, is_rough=False)
     for party in town.up:  # also what comes second goes at once
-        party.settler._coordinator._has_waited = True
+        party.settler._coordinator._waits = True
     until(town, lambda: any("member 3 has refused" in stop for stop in town.stops), 30)
     town.calm(400)
     assert not any(town.owed.values())

@@ -70,8 +70,12 @@ class Settling:
         with self._lock:
             self._own.note_turn()
             self._members.apply()
+            debts = self._settler.look(self._clock())
+        found = () if debts is None else self._settler.search(debts)  # without the lock: it may take long
+        with self._lock:
+            self._members.apply()
             now = self._clock()
-            due = self._settler.turn(now, self._able, self._own.room)
+            due = self._settler.turn(now, self._able, self._own.room, found)
             for note in self._settler.notes():
                 _log.info("%s", note)
         if due is None:

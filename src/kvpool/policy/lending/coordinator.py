@@ -7,13 +7,13 @@ message of the coordinator and one of each member, however many steps it has.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from random import Random
 from typing import Final
 
 from kvpool.policy.lending.freeze import Freeze, freeze_of
-from kvpool.policy.lending.ledger import Ledger
+from kvpool.policy.lending.ledger import Debts, Ledger
 from kvpool.policy.lending.messages import MEMBERS_MAX, Answer, Call, Said
 from kvpool.policy.lending.settle import Settlement, settle
 
@@ -73,7 +73,8 @@ class Coordinator:
         self._freeze: Freeze | None = None  # of the call, on this member's clock
         self._blocks = 0  # so many come home in all, when every member has agreed
         self._look_at = 0.0  # not earlier
-        self._has_waited = False  # for settlements that go before this member's
+        self._waits = False  # for settlements that go before this member's
+        self._has_waited = False  # for them, since the look before this one
         self._agree_by = 0.0  # all members
         self._left_out: dict[int, float] = {}  # members that have failed, until when
         self._pauses: dict[int, float] = {}  # for how many pauses
@@ -100,58 +101,64 @@ class Coordinator:
             self._next_round(call, answers, now)
         return self.call != call
 
-    def propose(self, said: Mapping[int, Said], now: float) -> bool:
-        """Looks for a cycle of debts that this member coordinates, unless it has looked just now. Whether it calls.
-
-        Settlements that go before this member's, because they are larger and share a member with it, have until the
-        next look to begin.
+    def look(self, said: Mapping[int, Said], now: float) -> dict[tuple[int, int], int] | None:
+        """The debts among which this member is to look for cycles; None if it has looked just now, or is on none.
 
         Args:
             said: What each member says that takes part, this one included.
             now: On the clock of this member.
         """
         if self.call is not None or now < self._look_at:
-            return False
+            return None
         self._look_at = now + self._pause_s
-        settlement = self._find({member for member in said if self._left_out.get(member, now) <= now}, _busy(said), now)
+        self._has_waited, self._waits = self._waits, False
+        members = {member for member in said if self._left_out.get(member, now) <= now}
+        debts = {
+            (debtor, creditor): blocks
+            for (debtor, creditor), blocks in self._ledger.debts().items()
+            if debtor in members and creditor in members
+        }
+        is_between = all(any(pair[end] == self._member for pair in debts) for end in (0, 1))
+        return debts if is_between else None  # else it borrows nothing, or lends nothing
+
+    def search(self, debts: Debts) -> list[list[Settlement]]:
+        """The settlements of the debts. It takes long if they are many, and touches nothing: any thread."""
+        return settle(debts, self._least)
+
+    def propose(self, found: Iterable[Iterable[Settlement]], said: Mapping[int, Said], now: float) -> bool:
+        """Calls one of the settlements that were found, if this member coordinates one. Whether it calls.
+
+        Settlements that go before this member's, because they are larger and share a member with it, have until the
+        next look to begin.
+        """
+        settlement = None if self.call is not None else self._choose(found, said, now)
         if settlement is None:
             return False
         self._number += 1
         self._blocks = self._due_before = 0
-        self._has_waited = False
         self._agree_by = now + self._pause_s
         self._freeze = freeze_of(settlement, self._ledger, self._number, now + self._freeze_s)
         self.call = Call(settlement, self._freeze.terms, self._number, self._freeze_s)
         self.notes.append(f"settlement {self._number}: {settlement.blocks} blocks each of members {settlement.members}")
         return True
 
-    def _find(self, members: Collection[int], busy: set[int], now: float) -> Settlement | None:
-        """The first settlement of these members that this one may call."""
-        debts = {
-            (debtor, creditor): blocks
-            for (debtor, creditor), blocks in self._ledger.debts().items()
-            if debtor in members and creditor in members
-        }
-        if not all(any(pair[end] == self._member for pair in debts) for end in (0, 1)):
-            return None  # it borrows nothing, or lends nothing: it is on no cycle
-        is_first = True
-        for settlements in settle(debts, self._least):
+    def _choose(self, found: Iterable[Iterable[Settlement]], said: Mapping[int, Said], now: float) -> Settlement | None:
+        """The first of the settlements that this member may call now."""
+        here = {member for member in said if member in self._ledger} - _busy(said)  # some may have left since the look
+        for at, settlements in enumerate(found):
             for settlement in settlements:
-                if self._may_call(settlement, busy, now):
-                    if is_first or self._has_waited:
+                if here.issuperset(settlement.members) and self._may_call(settlement, now):
+                    if at == 0 or self._has_waited:
                         return settlement
-                    self._has_waited = True
+                    self._waits = True
                     return None
-            is_first = False
-        self._has_waited = False
         return None
 
-    def _may_call(self, settlement: Settlement, busy: set[int], now: float) -> bool:
-        """Whether this member coordinates it, no member is busy, and the circle has not failed just now."""
+    def _may_call(self, settlement: Settlement, now: float) -> bool:
+        """Whether this member coordinates it, a record has room for it, and the circle has not failed just now."""
         return (
             settlement.coordinator == self._member
             and len(settlement.members) <= MEMBERS_MAX
-            and not busy.intersection(settlement.members)
             and self._resting.get(settlement.members, (now, 0.0))[0] <= now
         )
 

@@ -6,14 +6,15 @@ member brings some blocks home. docs/internals/lending.md says why each of them 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from kvpool.policy.fields import count_of
 from kvpool.policy.lending.coordinator import Coordinator
 from kvpool.policy.lending.freeze import Freeze, Freezes
-from kvpool.policy.lending.ledger import Ledger
+from kvpool.policy.lending.ledger import Debts, Ledger
 from kvpool.policy.lending.messages import ANSWERS_MAX, Answer, Call, Said
+from kvpool.policy.lending.settle import Settlement
 
 __all__ = ["Due", "Settler"]
 
@@ -117,13 +118,29 @@ class Settler:
         notes, self._coordinator.notes = self._coordinator.notes, []
         yield from notes
 
-    def turn(self, now: float, able: Callable[[int], int], room: Callable[[], int]) -> Due | None:
+    def look(self, now: float) -> Debts | None:
+        """The debts in which cycles are to be looked for now, for `search`; None if none are."""
+        self._said[self._member] = self.said
+        return None if self._freezes.current(self.ledger, now) is not None else self._coordinator.look(self._said, now)
+
+    def search(self, debts: Debts) -> list[list[Settlement]]:
+        """The settlements of the debts, for `turn`. It takes long if they are many; any thread may call it."""
+        return self._coordinator.search(debts)
+
+    def turn(
+        self,
+        now: float,
+        able: Callable[[int], int],
+        room: Callable[[], int],
+        found: Iterable[Iterable[Settlement]] | None = None,
+    ) -> Due | None:
         """Does what is to be done by what all members say now.
 
         Args:
             now: On this member's clock.
             able: How many blocks this member can bring home from a creditor, if it has room.
             room: How many free blocks it has for them.
+            found: What `search` has found in what `look` gave; None: both are done here.
 
         Returns:
             What is due now.
@@ -132,7 +149,10 @@ class Settler:
         self.news |= self._coordinator.advance(self._said, now)
         self._forget_old(self._member, self._coordinator.call)
         if self._freezes.current(self.ledger, now) is None:
-            self.news |= self._coordinator.propose(self._said, now)
+            if found is None:
+                debts = self.look(now)
+                found = () if debts is None else self.search(debts)
+            self.news |= self._coordinator.propose(found, self._said, now)
         calls = self._all_calls()
         for coordinator in sorted(calls):
             if coordinator in self._answers:
