@@ -7,7 +7,6 @@ that is asked decides, first come first served.
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 import weakref
@@ -23,17 +22,15 @@ from kvpool.control.lending.moving import Deadline
 from kvpool.control.lending.outgoing import Outgoing
 from kvpool.control.lending.pools import LendingPool, LentSequence
 from kvpool.control.lending.prefilling import Prefill
-from kvpool.control.lending.publisher import Publisher
+from kvpool.control.lending.publisher import Publisher, publish_until
 from kvpool.control.lending.sequences import Borrowing
 from kvpool.control.lending.settling import Settling
-from kvpool.errors import ArgumentError, ClosedError, DeadlineExceeded, StateError
+from kvpool.errors import ArgumentError, DeadlineExceeded, StateError
 from kvpool.policy import lending as policy
 from kvpool.types import DRAM, HBM, Medium
 from kvpool.types.addresses import AddressLike
 
 __all__ = ["Lending"]
-
-_log = logging.getLogger("kvpool.lending")
 
 _LEAF_TOKENS: Final = 1024  # of the tree in which partial results are merged
 _FORGIVE_HEARTBEATS: Final = 10
@@ -121,7 +118,7 @@ class Lending:
         self._end = weakref.finalize(self, _end, self._stop, self._members.close)
         self.publish()
         args = self._stop, cluster.heartbeat_s, weakref.WeakMethod(self.publish)
-        threading.Thread(target=_publish_until, args=args, name="kvpool-lending", daemon=True).start()
+        threading.Thread(target=publish_until, args=args, name="kvpool-lending", daemon=True).start()
 
     def offload(self, sequence: LentSequence, blocks: int, *, timeout: float | None = None) -> int:
         """Moves the oldest blocks of a sequence to creditors, so that blocks become free here.
@@ -385,22 +382,6 @@ def _count(name: str, value: object, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ArgumentError(f"lending: {name} is {value!r}; it must be a whole number from {least}")
     return value
-
-
-def _publish_until(stop: threading.Event, heartbeat_s: float, publish: weakref.WeakMethod[Callable[[], bool]]) -> None:
-    while not stop.wait(heartbeat_s):
-        strong = publish()
-        if strong is None:
-            return
-        try:
-            strong()
-        except ClosedError:
-            return
-        except StateError as error:  # another incarnation has the name
-            _log.info("the row was not published: %s", error)
-        except Exception:
-            _log.exception("publishing what this member lends has failed; it is tried again")
-        del strong
 
 
 def _end(stop: threading.Event, close: Callable[[], object]) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,11 +14,11 @@ from kvpool.cluster import Registration
 from kvpool.control.lending.members import LendingMembers
 from kvpool.control.lending.pools import LendingPool
 from kvpool.control.lending.records import row_json, said_json, this_host
-from kvpool.errors import ClosedError, Error
+from kvpool.errors import ClosedError, Error, StateError
 from kvpool.policy import lending as policy
 from kvpool.types import HBM, Medium
 
-__all__ = ["Publisher"]
+__all__ = ["Publisher", "publish_until"]
 
 _log = logging.getLogger("kvpool.lending")
 
@@ -156,3 +157,20 @@ class Publisher:
             debts,
             min(stats.lent, max(0, stats.lent - lend_max, self._reserve - stats.free)),
         )
+
+
+def publish_until(stop: threading.Event, heartbeat_s: float, publish: weakref.WeakMethod[Callable[[], bool]]) -> None:
+    """Publishes once a heartbeat, until it is to stop or its owner is gone. For a thread."""
+    while not stop.wait(heartbeat_s):
+        strong = publish()
+        if strong is None:
+            return
+        try:
+            strong()
+        except ClosedError:
+            return
+        except StateError as error:  # another incarnation has the name
+            _log.info("the row was not published: %s", error)
+        except Exception:
+            _log.exception("publishing what this member lends has failed; it is tried again")
+        del strong
