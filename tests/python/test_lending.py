@@ -257,15 +257,13 @@ def test_a_block_that_the_engine_has_freed_keeps_no_other(url):
 def test_lending_may_be_closed_while_a_prompt_is_computed(url):
     with members(url, 24, 12, 12) as [(a, lending), _, _], whole_prompt(34) as big:
         with lending.prefill(33 * 256) as prefill:
-            results = []
+            memory, source = a.tensor(kvpool.DRAM).numpy(), big[1].tensor(kvpool.DRAM).numpy()
             for number, chunk in enumerate(prefill):
                 if number == 4:
                     lending.close()
-                memory, source = a.tensor(kvpool.DRAM).numpy(), big[1].tensor(kvpool.DRAM).numpy()
                 blocks = kvpool.block_ids(big[0].addrs)[chunk.first // 256 : chunk.end // 256]
                 memory[kvpool.block_ids(chunk.addrs)] = source[blocks]
                 chunk.send_layer(0)
-                results.append(number)
         big[0].tokens = 33 * 256
         assert np.array_equal(attention(a, prefill.sequence), attention(big[1], big[0]))
         a.free(prefill.sequence.addrs)

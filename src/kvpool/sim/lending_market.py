@@ -43,14 +43,6 @@ class Rules:
     borrowers_lend: bool = False
 
 
-class _OpenLedger(lending.Ledger):
-    """Proposes members that borrow themselves, too."""
-
-    def lendable(self, member: int) -> int:
-        row = self.get(member)
-        return 0 if row is None else min(row.can_lend, self._corrected.get(member, row.can_lend))
-
-
 class Market:
     """All members' ledgers, and what they decide.
 
@@ -75,8 +67,7 @@ class Market:
         self.borrowed = self.refusals = self.came_home = self.settled = self.cycles = self.rows = 0
         self._memories, self._rules, self._copied = memories, rules, copied
         self._seed, self._searches, self._beats = seed, 0, 0
-        kind = _OpenLedger if rules.borrowers_lend else lending.Ledger
-        self._ledgers = {member: kind() for member in memories}
+        self._ledgers = {member: lending.Ledger(borrowers_lend=rules.borrowers_lend) for member in memories}
         self._last: dict[int, lending.Row] = {}
         self._publish(everything=True)
 

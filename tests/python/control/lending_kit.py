@@ -127,7 +127,7 @@ class FakePool:
 
     def stats(self):
         tier = SimpleNamespace(capacity=self.blocks, free=len(self.free_blocks), lent=len(self.lent))
-        return SimpleNamespace(hbm=None, dram=tier)
+        return SimpleNamespace(hbm=SimpleNamespace(lent=0), dram=tier)
 
     def alloc(self, n, medium=1, evict=True, *, instance=None, timeout=None):
         assert medium == DRAM

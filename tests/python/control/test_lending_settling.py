@@ -263,9 +263,8 @@ def test_a_step_ends_when_its_coordinator_ends_the_settlement():
     ring.check()
 
 
-def test_a_creditor_is_waited_for_no_longer_than_the_freeze_counts():
-    ring = Ring(settle_blocks=8)
-    ring.turns()
+def of_a_stopped_creditor(ring):
+    """How long member 1 waits for each answer, from now on."""
     waited = []
 
     def fetch(peer, blocks, *, to, timeout=None):
@@ -274,6 +273,13 @@ def test_a_creditor_is_waited_for_no_longer_than_the_freeze_counts():
 
     ring.pool(1).settings = SimpleNamespace(timeout_s=1e6)
     ring.pool(1).fetch = fetch
+    return waited
+
+
+def test_a_creditor_is_waited_for_no_longer_than_the_freeze_counts():
+    ring = Ring(settle_blocks=8)
+    ring.turns()
+    waited = of_a_stopped_creditor(ring)
     ring.now += 597.0
     assert ring.lending(1).settle() == 0
     assert 0.0 < waited[0] <= 3.0
@@ -283,14 +289,7 @@ def test_a_creditor_is_waited_for_no_longer_than_the_freeze_counts():
 def test_other_calls_wait_a_while_for_a_creditor_that_is_stopped_and_no_longer():
     ring = Ring(settle_blocks=8)
     ring.turns()
-    waited = []
-
-    def fetch(peer, blocks, *, to, timeout=None):
-        waited.append(timeout)
-        return FakeHandle(DeadlineExceeded("it is stopped"))
-
-    ring.pool(1).settings = SimpleNamespace(timeout_s=1e6)
-    ring.pool(1).fetch = fetch
+    waited = of_a_stopped_creditor(ring)
     assert ring.lending(1).settle() == 0
     assert 0.0 < waited[0] <= 60.0  # a tenth of the freeze
     assert len(waited) == 1

@@ -37,11 +37,7 @@ class Party:
         self.settler = lending.Settler(
             self.number,
             self.ledger,
-            least=LEAST,
-            chunk=CHUNK,
-            leaf=LEAF,
-            freeze_s=FREEZE_S,
-            pause_s=PAUSE_S,
+            lending.SettlementRules(LEAST, CHUNK, LEAF, FREEZE_S, PAUSE_S),
             seed=self.town.dice.randrange(1 << 30),
         )
         self.published = None

@@ -11,7 +11,7 @@ from kvpool.policy import lending
 
 def settler_of(member=2, ledger=None, **options):
     ledger = ledger or ledger_of(row(1, debts={2: 9}), row(2, debts={1: 9}), row(3))
-    return lending.Settler(member, ledger, least=1, chunk=4, leaf=4, freeze_s=60.0, pause_s=10.0, **options)
+    return lending.Settler(member, ledger, lending.SettlementRules(1, 4, 4, 60.0, 10.0), **options)
 
 
 def call_of(number=1, due=0, members=(1, 2), blocks=9, seconds=60.0, unit=1):
@@ -25,7 +25,7 @@ def hear(settler, call, member=1, now=0.0, able=9, room=1):
 
 def test_a_freeze_that_ends_in_a_round_leaves_nobody_out_that_brought_blocks_home():
     ledger = ledger_of(row(1, debts={2: 90}), row(2, debts={1: 90}))
-    settler = lending.Settler(1, ledger, least=1, chunk=8, leaf=4, freeze_s=60.0, pause_s=10.0)
+    settler = lending.Settler(1, ledger, lending.SettlementRules(1, 8, 4, 60.0, 10.0))
     now = 0.0
     for _ in range(5):
         settler.hear(2, lending.Said())
@@ -46,7 +46,7 @@ def test_a_freeze_that_ends_in_a_round_leaves_nobody_out_that_brought_blocks_hom
 
 def test_a_round_is_no_larger_than_the_room_goes_round_in_a_while():
     ledger = ledger_of(row(1, debts={2: 90}), row(2, debts={1: 90}))
-    settler = lending.Settler(1, ledger, least=1, chunk=64, leaf=4, freeze_s=60.0, pause_s=10.0)
+    settler = lending.Settler(1, ledger, lending.SettlementRules(1, 64, 4, 60.0, 10.0))
     settler.hear(2, lending.Said())
     settler.turn(0.0, lambda _: 90, lambda: 1)
     settler.hear(2, lending.Said(None, {1: lending.Answer(*settler.said.call.key, "agreed", 90, 2)}))
@@ -97,7 +97,7 @@ def test_no_leaf_is_cut_where_a_member_has_room_for_one():
 )
 def test_a_coordinator_calls_units_that_a_member_has_room_for(rooms, able, unit, due):
     ledger = ledger_of(row(1, debts={2: 20}), row(2, debts={1: 20}))
-    settler = lending.Settler(1, ledger, least=1, chunk=8, leaf=4, freeze_s=60.0, pause_s=10.0)
+    settler = lending.Settler(1, ledger, lending.SettlementRules(1, 8, 4, 60.0, 10.0))
     settler.hear(2, lending.Said())
     settler.turn(0.0, lambda _: able, lambda: rooms[0])
     call = settler.said.call
@@ -187,9 +187,7 @@ def test_calls_and_answers_that_cannot_be_are_refused():
         lending.Said(None, {0: answer})
     for options in ({"least": 0}, {"chunk": 0}):
         with pytest.raises(ArgumentError):
-            lending.Settler(
-                1, lending.Ledger(), **({"least": 1, "chunk": 1} | options), leaf=4, freeze_s=1.0, pause_s=1.0
-            )
+            lending.SettlementRules(**({"least": 1, "chunk": 1} | options), leaf=4, freeze_s=1.0, pause_s=1.0)
 
 
 def test_a_member_answers_no_more_coordinators_than_its_record_has_room_for():

@@ -360,14 +360,17 @@ class Lending:
 def _settler(
     registration: Registration, heartbeat_s: float, leaf: int, settle_min: int | None, settle_blocks: int | None
 ) -> policy.Settler:
-    return policy.Settler(
-        registration.instance,
-        policy.Ledger(),
+    rules = policy.SettlementRules(
         least=leaf if settle_min is None else _count("settle_min", settle_min, 1),
         chunk=_ROUND_LEAVES * leaf if settle_blocks is None else _count("settle_blocks", settle_blocks, 1),
         leaf=leaf,
         freeze_s=min(_FREEZE_HEARTBEATS * heartbeat_s, policy.FREEZE_S_MAX),
         pause_s=_PAUSE_HEARTBEATS * heartbeat_s,
+    )
+    return policy.Settler(
+        registration.instance,
+        policy.Ledger(),
+        rules,
         number=time.monotonic_ns(),  # goes on where an earlier one of this process ended
         seed=registration.record.incarnation,
     )

@@ -5,18 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from kvpool.control.lending.creditors import Creditors
 from kvpool.control.lending.members import LendingMembers
 from kvpool.control.lending.moving import Deadline, Part, give_up, send
-from kvpool.control.lending.pools import Addresses, LendingPool, LentSequence
+from kvpool.control.lending.pools import Addresses, LendingPool, LentSequence, counts_of
 from kvpool.control.lending.sequences import Borrowing
 from kvpool.errors import ArgumentError, OutOfBlocks
 from kvpool.policy import lending as policy
-from kvpool.types import HBM, Medium
+from kvpool.types import Medium
 
 __all__ = ["Outgoing", "PrefillRoom"]
 
@@ -76,7 +75,9 @@ class Outgoing:
         """Sends the oldest blocks of a sequence, and frees them here; how many. Raises what `Lending.offload` does."""
         set_backs = sequence._set_backs
         held = self._borrowing.held(sequence)
-        able = policy.plan_offload([held], blocks, {0: self._stats().capacity}, self._leaf, self._tail)
+        able = policy.plan_offload(
+            [held], blocks, {0: counts_of(self._pool, self._medium).capacity}, self._leaf, self._tail
+        )
         if able.missing:
             has = blocks - able.missing
             raise ArgumentError(f"offload: {blocks} blocks; {has} lie here and may go", requested=blocks, blocks=has)
@@ -107,7 +108,7 @@ class Outgoing:
 
     def room(self, blocks: int, chunk: int, deadline: Deadline) -> PrefillRoom:
         """Blocks for a prompt, and for two chunks that are on their way. Raises what `Lending.prefill` does."""
-        stats = self._stats()
+        stats = counts_of(self._pool, self._medium)
         free = stats.free + stats.evictable
 
         def plan(lent: Mapping[int, int]) -> policy.PrefillPlan:
@@ -149,7 +150,3 @@ class Outgoing:
     def _give_up(self, lent: dict[int, Addresses]) -> None:
         for addrs in lent.values():
             give_up(self._pool, addrs)
-
-    def _stats(self) -> Any:
-        stats = self._pool.stats()
-        return stats.hbm if self._medium == HBM else stats.dram

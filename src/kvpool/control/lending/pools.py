@@ -8,9 +8,10 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.types import HBM, Medium
 from kvpool.waiting.handles import Handle
 
-__all__ = ["Addresses", "LendingPool", "LentSequence"]
+__all__ = ["Addresses", "LendingPool", "LentSequence", "counts_of"]
 
 Addresses = npt.NDArray[np.uint64]
 
@@ -87,3 +88,9 @@ class LendingPool(Protocol):
 
     def fetch(self, peer: str | None, blocks: Addresses, *, to: Addresses, timeout: float | None = None) -> Handle:
         """Brings content of borrowed blocks here."""
+
+
+def counts_of(pool: LendingPool, medium: Medium) -> Any:
+    """The capacity of a medium, and how many of its blocks are free, lent and so on: `MediumStats`."""
+    stats = pool.stats()
+    return stats.hbm if medium == HBM else stats.dram

@@ -12,11 +12,11 @@ from typing import Any
 
 from kvpool.cluster import Registration
 from kvpool.control.lending.members import LendingMembers
-from kvpool.control.lending.pools import LendingPool
+from kvpool.control.lending.pools import LendingPool, counts_of
 from kvpool.control.lending.records import row_json, said_json, this_host
 from kvpool.errors import ClosedError, Error, StateError
 from kvpool.policy import lending as policy
-from kvpool.types import HBM, Medium
+from kvpool.types import DRAM, HBM, Medium
 
 __all__ = ["Publisher", "publish_until"]
 
@@ -118,8 +118,7 @@ class Publisher:
 
     def stats(self) -> Any:
         """Of the medium: its capacity, and how many blocks are free and lent."""
-        stats = self._pool.stats()
-        return stats.hbm if self._medium == HBM else stats.dram
+        return counts_of(self._pool, self._medium)
 
     def room(self) -> int:
         """Free blocks beyond the reserve."""
@@ -132,16 +131,12 @@ class Publisher:
             self._turn_at = None
             self._settler.news = True
 
-    def _lent_elsewhere(self) -> int:
-        """Blocks of the other medium."""
-        stats = self._pool.stats()
-        other = stats.dram if self._medium == HBM else stats.hbm
-        return 0 if other is None else int(other.lent)
-
     def _row(self) -> policy.Row:
         stats, record = self.stats(), self._registration.record
-        limit = self._pool.peers.lend_max  # of all media
-        lend_max = stats.capacity if limit is None else max(0, min(limit - self._lent_elsewhere(), stats.capacity))
+        lend_max = stats.capacity
+        if (limit := self._pool.peers.lend_max) is not None:  # of all media
+            elsewhere = counts_of(self._pool, DRAM if self._medium == HBM else HBM).lent
+            lend_max = max(0, min(limit - elsewhere, lend_max))
         debts = {
             peer.instance: peer.borrowed_blocks for peer in self._pool.peers if peer.instance and peer.borrowed_blocks
         }

@@ -21,6 +21,7 @@ docs/internals/lending.md says why the settlements keep what they promise.
 """
 
 from kvpool.policy.lending.candidates import CANDIDATES, Search, Weights, candidates
+from kvpool.policy.lending.coordinator import SettlementRules
 from kvpool.policy.lending.freeze import Freeze, Freezes, freeze_of
 from kvpool.policy.lending.ledger import BLOCKS_MAX, PUBLISHED_PART, Debts, Ledger, Row, worth_publishing
 from kvpool.policy.lending.messages import ANSWERS_MAX, FREEZE_S_MAX, MEMBERS_MAX, Answer, Call, Said
@@ -65,6 +66,7 @@ __all__ = [
     "Said",
     "Search",
     "Settlement",
+    "SettlementRules",
     "Settler",
     "Step",
     "Weights",

@@ -8,20 +8,45 @@ message of the coordinator and one of each member, however many steps it has.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Final
 
+from kvpool.policy.fields import count_of
 from kvpool.policy.lending.freeze import Freeze, freeze_of
 from kvpool.policy.lending.ledger import Debts, Ledger
 from kvpool.policy.lending.messages import MEMBERS_MAX, Answer, Call, Said
 from kvpool.policy.lending.settle import Settlement, settle
 
-__all__ = ["Coordinator"]
+__all__ = ["Coordinator", "SettlementRules"]
 
 _PAUSES_MAX: Final = 32  # what fails again and again is not tried for so many pauses
 _RESTING_MAX: Final = 64  # so many circles that have failed are remembered
 _TRIPS: Final = 8  # so often the room goes round the circle in a round, so that a round takes but a part of the freeze
+
+
+@dataclass(frozen=True)
+class SettlementRules:
+    """How a member takes part in settlements.
+
+    Attributes:
+        least: Cycles whose smallest debt is less are not settled.
+        chunk: Blocks of a round.
+        leaf: Blocks of a leaf, a power of two. No leaf is cut if a member has room for one.
+        freeze_s: Seconds for which a freeze counts.
+        pause_s: Seconds between two looks for cycles. All members must have agreed in this time, too.
+    """
+
+    least: int
+    chunk: int
+    leaf: int
+    freeze_s: float
+    pause_s: float
+
+    def __post_init__(self) -> None:
+        """Raises ArgumentError for a number that is out of range."""
+        count_of(self.least, "the least number of blocks", 1)
+        count_of(self.chunk, "the blocks of a round", 1)
 
 
 class Coordinator:
@@ -37,37 +62,17 @@ class Coordinator:
     Args:
         member: This member.
         ledger: Its ledger.
-        least: Cycles whose smallest debt is less are not settled.
-        chunk: Blocks of a round.
-        leaf: Blocks of a leaf, a power of two. No leaf is cut if a member has room for one.
-        freeze_s: Seconds for which a freeze counts.
-        pause_s: Seconds after which it looks again for cycles when it found none, or could not settle one. All members
-            must have agreed in this time, too.
+        rules: Of its settlements.
         number: Of the first call: above those of earlier ones of the term.
         seed: Of the dice by which two coordinators get out of each other's way.
     """
 
-    def __init__(
-        self,
-        member: int,
-        ledger: Ledger,
-        least: int,
-        chunk: int,
-        leaf: int,
-        freeze_s: float,
-        pause_s: float,
-        number: int,
-        seed: int,
-    ) -> None:
+    def __init__(self, member: int, ledger: Ledger, rules: SettlementRules, number: int, seed: int) -> None:
         self.call: Call | None = None
         self.notes: list[str] = []
         self._member = member
         self._ledger = ledger
-        self._least = least
-        self._chunk = chunk
-        self._leaf = leaf
-        self._freeze_s = freeze_s
-        self._pause_s = pause_s
+        self._rules = rules
         self._number = number
         self._dice = Random(seed)
         self._freeze: Freeze | None = None  # of the call, on this member's clock
@@ -110,7 +115,7 @@ class Coordinator:
         """
         if self.call is not None or now < self._look_at:
             return None
-        self._look_at = now + self._pause_s
+        self._look_at = now + self._rules.pause_s
         self._has_waited, self._waits = self._waits, False
         members = {member for member in said if self._left_out.get(member, now) <= now}
         debts = {
@@ -123,7 +128,7 @@ class Coordinator:
 
     def search(self, debts: Debts) -> list[list[Settlement]]:
         """The settlements of the debts. It takes long if they are many, and touches nothing: any thread."""
-        return settle(debts, self._least)
+        return settle(debts, self._rules.least)
 
     def propose(self, found: Iterable[Iterable[Settlement]], said: Mapping[int, Said], now: float) -> bool:
         """Calls one of the settlements that were found, if this member coordinates one. Whether it calls.
@@ -136,9 +141,9 @@ class Coordinator:
             return False
         self._number += 1
         self._blocks = self._due_before = 0
-        self._agree_by = now + self._pause_s
-        self._freeze = freeze_of(settlement, self._ledger, self._number, now + self._freeze_s)
-        self.call = Call(settlement, self._freeze.terms, self._number, self._freeze_s)
+        self._agree_by = now + self._rules.pause_s
+        self._freeze = freeze_of(settlement, self._ledger, self._number, now + self._rules.freeze_s)
+        self.call = Call(settlement, self._freeze.terms, self._number, self._rules.freeze_s)
         self.notes.append(f"settlement {self._number}: {settlement.blocks} blocks each of members {settlement.members}")
         return True
 
@@ -187,19 +192,19 @@ class Coordinator:
         """All have agreed, or have brought home what was due."""
         if not call.due:
             self._blocks = min(call.settlement.blocks, *(answer.able for answer in answers.values()))
-            if self._blocks < self._least:
-                short = [member for member, answer in answers.items() if answer.able < self._least]
+            if self._blocks < self._rules.least:
+                short = [member for member, answer in answers.items() if answer.able < self._rules.least]
                 self._end(call, "stops: the debts are smaller than the rows say", now, short)
                 return
             room = max(answer.room for answer in answers.values())
             if not room:
                 self._end(call, "stops: no member has room", now)
                 return
-            unit = 1 << min(room, self._leaf, self._chunk, self._blocks).bit_length() - 1
-            if self._blocks - self._blocks % unit >= self._least:
+            unit = 1 << min(room, self._rules.leaf, self._rules.chunk, self._blocks).bit_length() - 1
+            if self._blocks - self._blocks % unit >= self._rules.least:
                 self._blocks -= self._blocks % unit
             call = replace(call, unit=unit)
-            self._round = min(self._chunk, _TRIPS * room)
+            self._round = min(self._rules.chunk, _TRIPS * room)
             self._round -= self._round % unit
         self._round_at = now
         self._due_before = call.due
@@ -209,7 +214,7 @@ class Coordinator:
         self._end(
             call, f"is complete{' so far' * (call.due < self._blocks)}: {call.due} blocks each", now, has_moved=True
         )
-        self._look_at = now + self._pause_s / 5  # when the rows have arrived
+        self._look_at = now + self._rules.pause_s / 5  # when the rows have arrived
 
     def _end(self, call: Call, why: str, now: float, by: Collection[int] = (), has_moved: bool = False) -> None:
         """Ends the call. The members by whom are left out for a while: for longer each time, and never equally long.
@@ -218,7 +223,7 @@ class Coordinator:
         """
         self.notes.append(f"settlement {self._number} {why}")
         self.call = self._freeze = None
-        self._look_at = now + self._pause_s * self._dice.uniform(0.5, 1.5)
+        self._look_at = now + self._rules.pause_s * self._dice.uniform(0.5, 1.5)
         members = call.settlement.members
         if has_moved:
             self._resting.pop(members, None)
@@ -227,7 +232,7 @@ class Coordinator:
         others = [member for member in by if member != self._member]
         for member in others:
             self._pauses[member] = pause = min(2 * self._pauses.get(member, 0.5), _PAUSES_MAX)
-            self._left_out[member] = now + pause * self._pause_s * self._dice.uniform(1, 2)
+            self._left_out[member] = now + pause * self._rules.pause_s * self._dice.uniform(1, 2)
         if not others and not has_moved:
             self._rest(members, now)
 
@@ -236,7 +241,7 @@ class Coordinator:
         pause = min(2 * self._resting.pop(circle, (now, 0.5))[1], _PAUSES_MAX)
         if len(self._resting) == _RESTING_MAX:
             del self._resting[next(iter(self._resting))]  # the one that failed first
-        self._resting[circle] = now + pause * self._pause_s, pause
+        self._resting[circle] = now + pause * self._rules.pause_s, pause
 
 
 def _answers(call: Call, said: Mapping[int, Said]) -> dict[int, Answer]:

@@ -101,9 +101,14 @@ class Ledger:
 
     Not thread-safe. Invariants: the row of a member is the latest that was ever taken; a member that left comes back
     only in a later term.
+
+    Args:
+        borrowers_lend: Whether members that borrow are asked to lend, as the paper draws it (Fig 4). No live member
+            does that: what was borrowed is not lent on.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, borrowers_lend: bool = False) -> None:
+        self._borrowers_lend = borrowers_lend
         self._rows: dict[int, Row] = {}
         self._latest: dict[int, tuple[int, int]] = {}  # term and version, also of members that left
         self._corrected: dict[int, int] = {}  # at most so many blocks can be had, as the member's own answer said
@@ -162,7 +167,10 @@ class Ledger:
     def lendable(self, member: int) -> int:
         """How many blocks a member may lend, by its row and what it answered since; 0 if it has no row."""
         row = self._rows.get(member)
-        return 0 if row is None else min(row.lendable, self._corrected.get(member, row.lendable))
+        if row is None:
+            return 0
+        most = row.can_lend if self._borrowers_lend else row.lendable
+        return min(most, self._corrected.get(member, most))
 
     def version(self, member: int) -> tuple[int, int]:
         """Term and version of the latest row of a member; (-1, -1) if there never was one."""

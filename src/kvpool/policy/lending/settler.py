@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from kvpool.policy.fields import count_of
-from kvpool.policy.lending.coordinator import Coordinator
+from kvpool.policy.lending.coordinator import Coordinator, SettlementRules
 from kvpool.policy.lending.freeze import Freeze, Freezes
 from kvpool.policy.lending.ledger import Debts, Ledger
 from kvpool.policy.lending.messages import ANSWERS_MAX, Answer, Call, Said
@@ -60,35 +60,17 @@ class Settler:
     Args:
         member: This member.
         ledger: Its ledger.
-        least: Cycles whose smallest debt is less are not settled.
-        chunk: Blocks of a round.
-        leaf: Blocks of a leaf, a power of two. No leaf is cut if a member has room for one.
-        freeze_s: Seconds for which a freeze counts.
-        pause_s: Seconds between two looks for cycles.
+        rules: Of its settlements.
         number: Above the numbers of all calls that this member has made in its term.
         seed: Of the dice by which two coordinators get out of each other's way.
     """
 
-    def __init__(
-        self,
-        member: int,
-        ledger: Ledger,
-        *,
-        least: int,
-        chunk: int,
-        leaf: int,
-        freeze_s: float,
-        pause_s: float,
-        number: int = 0,
-        seed: int = 0,
-    ) -> None:
-        count_of(least, "the least number of blocks", 1)
-        count_of(chunk, "the blocks of a round", 1)
+    def __init__(self, member: int, ledger: Ledger, rules: SettlementRules, *, number: int = 0, seed: int = 0) -> None:
         self.ledger = ledger
         self.news = False
-        self.freeze_s = freeze_s
+        self.freeze_s = rules.freeze_s
         self._member = member
-        self._coordinator = Coordinator(member, ledger, least, chunk, leaf, freeze_s, pause_s, number, seed)
+        self._coordinator = Coordinator(member, ledger, rules, number, seed)
         self._freezes = Freezes(member)
         self._said: dict[int, Said] = {}  # by members that take part
         self._calls: dict[int, Call] = {}  # those of cycles that this member is on, by coordinator
