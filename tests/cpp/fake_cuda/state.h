@@ -109,9 +109,10 @@ struct Stream {
   // already: of what is under it nothing is as before. REQUIRES: the lock.
   void add(std::function<void()> work);
   std::shared_ptr<Mark> add_mark();  // the same, of the end of all that is here then
-  // A mark that waits for nothing but this stream, takes no room, and changes no order. REQUIRES: the lock.
+  // A mark that waits for nothing but this stream, takes no room, and changes no order; null when the stream has no
+  // work, for the thread of a destroyed stream ends with its last work and would never reach a mark that is put behind
+  // it. REQUIRES: the lock.
   std::shared_ptr<Mark> end_of_now();
-  bool is_idle();  // has no work
 
   Context* const context;
   const bool blocking;    // synchronises with the legacy default stream
@@ -125,6 +126,8 @@ struct Stream {
 
  private:
   void push(std::function<void()> work);
+  // REQUIRES: `mutex`, and that the caller notifies `changed`.
+  std::shared_ptr<Mark> push_mark();
   void wait_for_room();
   void follow_implicitly();
 };

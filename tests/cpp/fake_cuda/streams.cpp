@@ -116,11 +116,6 @@ void Stream::push(std::function<void()> work) {
   changed.notify_all();
 }
 
-bool Stream::is_idle() {
-  const std::lock_guard lock(mutex);
-  return pending == 0;
-}
-
 void Stream::wait_for_room() {
   const auto has_room = [this] { return pending < kPendingMax; };
   {
@@ -148,8 +143,7 @@ void Stream::follow_implicitly() {
     }
   }
   for (Stream* other : others) {
-    if (other->is_idle()) continue;
-    push([mark = other->end_of_now()] { wait_for(mark); });
+    if (const auto mark = other->end_of_now()) push([mark] { wait_for(mark); });
   }
 }
 
@@ -159,22 +153,41 @@ void Stream::add(std::function<void()> work) {
   push(std::move(work));
 }
 
-std::shared_ptr<Mark> Stream::end_of_now() {
+std::shared_ptr<Mark> Stream::push_mark() {
   auto mark = std::make_shared<Mark>();
-  push([mark] {
+  queue.emplace_back([mark] {
     {
       const std::lock_guard lock(mark->mutex);
       mark->done = true;
     }
     mark->done_changed.notify_all();
   });
+  ++pending;
+  return mark;
+}
+
+std::shared_ptr<Mark> Stream::end_of_now() {
+  std::shared_ptr<Mark> mark;
+  {
+    // Under one hold of the lock: between a look and a push the stream's thread may do its last work and end.
+    const std::lock_guard own(mutex);
+    if (pending == 0) return nullptr;
+    mark = push_mark();
+  }
+  changed.notify_all();
   return mark;
 }
 
 std::shared_ptr<Mark> Stream::add_mark() {
   wait_for_room();
   follow_implicitly();
-  return end_of_now();
+  std::shared_ptr<Mark> mark;
+  {
+    const std::lock_guard own(mutex);
+    mark = push_mark();
+  }
+  changed.notify_all();
+  return mark;
 }
 
 void wait_for(const std::shared_ptr<Mark>& mark) {
@@ -186,8 +199,7 @@ std::vector<std::shared_ptr<Mark>> ends_of_now(const std::function<bool(const St
   std::vector<std::shared_ptr<Mark>> marks;
   for (Stream* stream : state().working) {
     if (!chosen(*stream)) continue;
-    // A destroyed stream without work may have left its loop already: its thread would never reach the mark.
-    if (!stream->is_idle()) marks.push_back(stream->end_of_now());
+    if (auto mark = stream->end_of_now()) marks.push_back(std::move(mark));
   }
   return marks;
 }
