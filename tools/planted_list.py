@@ -14,12 +14,14 @@ from typing import Final
 from tools.planted_attention import ATTENTION_BUGS
 from tools.planted_kit import Bug, in_cpp, in_python
 from tools.planted_lending import LENDING_BUGS
+from tools.planted_migration import MIGRATION_BUGS
 
 __all__ = ["BUGS"]
 
 BUGS: Final[tuple[Bug, ...]] = (
     *ATTENTION_BUGS,
     *LENDING_BUGS,
+    *MIGRATION_BUGS,
     Bug(
         "run-of-sources",
         "base",

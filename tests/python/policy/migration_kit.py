@@ -1,0 +1,411 @@
+"""Instances that migrate requests to each other over a network that loses, repeats, delays and reorders messages.
+
+Instances are killed, restarted and stopped at any message. A request's next token is a function of all cells that it
+reads, so a block that is missing, stale or half written changes what it puts out. At every step: no two places decode
+one request in one term, no block has two owners, none is lost, and the reader gets the tokens of a run without any
+migration.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from random import Random
+
+import numpy as np
+
+from kvpool.policy import migration as policy
+
+BLOCK = 4
+
+
+def next_token(cells):
+    """What a model puts out that reads these cells."""
+    value = 7
+    for cell in cells:
+        value = (value * 31 + cell) % 1009
+    return value
+
+
+def reference(prompt, length):
+    """The tokens of a run without migration."""
+    tokens = list(prompt)
+    while len(tokens) < length:
+        tokens.append(next_token([token * 1000 + at for at, token in enumerate(tokens)]))
+    return tokens
+
+
+@dataclass
+class Hosted:
+    """A request at an instance."""
+
+    prompt: int
+    tokens: list[int]
+    whole: int
+    blocks: list[int]
+    own: set[int]
+    term: policy.Term
+    decodes: bool = True
+
+
+@dataclass
+class Incarnation:
+    """One run of an instance: its memory, and its part in migrations."""
+
+    town: Town
+    name: str
+    number: int
+    capacity: int
+    is_up: bool = True
+    is_stopped: bool = False
+    memory: dict[int, list[int]] = field(default_factory=dict)
+    cached: dict[str, list[int]] = field(default_factory=dict)
+    hosted: dict[str, Hosted] = field(default_factory=dict)
+    arriving: dict[policy.MigrationId, tuple[list[int], set[int]]] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.departures = policy.Departures(self.number)
+        self.arrivals = policy.Arrivals(self.number)
+        self.sources: list[policy.Source] = []
+
+    def alloc(self, n):
+        """n blocks, or None."""
+        if len(self.memory) + n > self.capacity:
+            return None
+        made = [next(self.town.addresses) for _ in range(n)]
+        self.memory.update((addr, [0] * BLOCK) for addr in made)
+        return made
+
+    def free(self, addrs):
+        for addr in addrs:
+            del self.memory[addr]  # a block that is freed twice fails here
+
+    def read(self, blocks, n):
+        return [self.memory[blocks[at // BLOCK]][at % BLOCK] for at in range(n)]
+
+    def write(self, blocks, at, token):
+        self.memory[blocks[at // BLOCK]][at % BLOCK] = token * 1000 + at
+
+    # ---- the engine
+
+    def serve(self, request, prompt):
+        blocks = self.alloc(-(-len(prompt) // BLOCK))
+        self.hosted[request] = one = Hosted(len(prompt), list(prompt), 0, blocks, set(blocks), policy.FIRST)
+        for at in range(len(prompt) - 1):
+            self.write(blocks, at, prompt[at])
+        one.whole = len(prompt) - 1
+
+    def step(self, request):
+        one = self.hosted[request]
+        if not one.decodes or len(one.tokens) >= self.town.length:
+            return
+        if one.whole == len(one.blocks) * BLOCK:
+            more = self.alloc(1)
+            if more is None:
+                return
+            one.blocks += more
+            one.own |= set(more)
+        self.town.note_decoding(request, one.term, self)
+        self.write(one.blocks, one.whole, one.tokens[one.whole])
+        one.whole += 1
+        token = next_token(self.read(one.blocks, one.whole))
+        self.town.put_out(request, one.term, len(one.tokens) - one.prompt, token)
+        one.tokens.append(token)
+
+    def progress(self, request):
+        one = self.hosted[request]
+        tokens, blocks = np.array(one.tokens, np.int32), np.array(one.blocks, np.uint64)
+        return policy.Progress(tokens, one.whole, blocks)
+
+    # ---- the source
+
+    def migrate(self, request, to, way):
+        one = self.hosted[request]
+        source = policy.Source(
+            self.departures.next_id(to.number), request, "", way, one.term, len(one.tokens) + 3 * BLOCK,
+            self.progress(request), BLOCK, policy.StopRules(left_tokens=1, rounds_max=self.town.dice.randint(1, 5)),
+        )  # fmt: skip
+        self.departures.begin(source)
+        self.sources.append(source)
+
+    def leave(self, source):
+        dice, one = self.town.dice, self.hosted[source.request]
+        if self.town.is_proved_gone(source.id.destination):
+            source.gone("gone")
+        if dice.random() < self.town.faults * 0.1:
+            source.cancel("cancelled")
+        if dice.random() < self.town.faults * 0.1:
+            source.withdraw()
+        if source.round_over() and source.advance(self.progress(source.request)):
+            one.decodes = False
+            source.hand_over(self.progress(source.request), b"state of " + source.request.encode())
+        if source.ended:
+            self.sources.remove(source)
+            self.departures.end(source)
+            if source.state == "released":
+                del self.hosted[source.request]
+                self.free(one.own)
+            else:
+                one.term, one.decodes = source.term, True
+        self.town.send(source.id.destination, source.says())
+
+    def holds(self, request):
+        """Whether it has a request that it has not given away."""
+        given = any(source.request == request and source.state == "released" for source in self.sources)
+        return request in self.hosted and not given
+
+    def is_moving(self, request):
+        return self.arrivals.holds_back(request) or any(source.request == request for source in self.sources)
+
+    # ---- the destination
+
+    def arrive(self, found):
+        blocks, own = self.arriving.get(found.id, ([], set()))
+        if self.town.is_proved_gone(found.id.source):
+            found.gone("gone", ended=not self.town.incarnations[found.id.source].is_up)
+        work = found.work()
+        if work is not None:
+            self.bring(found, work, blocks, own)
+        if found.ready:
+            assert found.engine_state == b"state of " + found.request.encode()
+            whole = found._handed.whole
+            used = -(-whole // BLOCK)
+            tokens = found.tokens.tolist()
+            spare = set(blocks[used:])
+            self.free(spare)
+            prompt = len(self.town.prompts[found.request])
+            self.hosted[found.request] = Hosted(
+                prompt, tokens, whole, blocks[:used], own - spare, found.term
+            )  # fmt: skip
+            del self.arriving[found.id]
+            found.decode()
+        self.town.send(found.id.source, found.says(self.arrivals.next_number()))
+        if found.ended:
+            self.finish(found)
+
+    def bring(self, found, work, blocks, own):
+        dice = self.town.dice
+        end = work.end if dice.random() < 0.5 else min(work.end, work.begin + BLOCK)
+        missing = -(-end // BLOCK) - len(blocks)
+        if missing > 0:
+            more = self.alloc(missing)
+            if more is None:
+                found.fail("full", full=True)
+                return
+            blocks += more
+            own |= set(more)
+        if found.way == "tokens":
+            for at in range(work.begin, end):
+                self.write(blocks, at, int(found.tokens[at]))
+            found.brought(end, 0)
+            return
+        source = self.town.incarnations[found.id.source]
+        if not source.is_up:
+            return
+        at = work.begin // BLOCK
+        for block in range(at, -(-end // BLOCK)):
+            there = int(found.blocks[block])
+            if there not in source.memory:
+                found.fail("stale")
+                return
+            self.memory[blocks[block]][:] = source.memory[there]
+        found.brought(end, -(-end // BLOCK) - at)
+
+    def finish(self, found):
+        self.arrivals.end(found)
+        if found.id in self.arriving:
+            self.free(self.arriving.pop(found.id)[1])
+        if found.state == "revoked":
+            one = self.hosted.get(found.request)
+            if one is not None and one.term == found.term:
+                self.free(self.hosted.pop(found.request).own)
+
+    def take_offer(self, offer):
+        cached = self.cached.get(offer.request, [])[: offer.whole // BLOCK]
+        own = self.alloc(-(-offer.room // BLOCK) - len(cached))
+        if own is None:
+            self.town.send(offer.id.source, self.arrivals.refuse(offer, "full", full=True))
+            return
+        self.arriving[offer.id] = ([*cached, *own], set(own))
+        way = self.town.dice.choice(["kv", "tokens"]) if offer.way == "auto" else offer.way
+        self.arrivals.begin(offer, lambda offer: policy.Destination(offer, way, len(cached), BLOCK))
+
+    # ---- messages
+
+    def hear(self, message):
+        said = policy.decode(message)
+        if isinstance(said, policy.DestinationSays):
+            source = self.departures.find(said.id)
+            if source is not None:
+                if self.town.is_proved_gone(said.id.destination):
+                    source.gone("gone")  # what it said has died with it: the request is here
+                source.hear(said)
+            elif (answer := self.departures.answer(said)) is not None:
+                self.town.send(said.id.destination, answer)
+            return
+        found = self.arrivals.find(said.id)
+        if found is not None:
+            was_kept = found.by_proof
+            found.hear(said)
+            if was_kept and found.state == "revoked":
+                self.finish(found)
+            elif was_kept and found.by_proof:
+                self.town.send(said.id.source, found.says(self.arrivals.next_number()))
+        elif self.arrivals.is_new(said):
+            self.take_offer(said)
+        elif (answer := self.arrivals.answer(said)) is not None:
+            self.town.send(said.id.source, answer)
+
+    def turn(self):
+        for request in list(self.hosted):
+            if self.town.dice.random() < 0.4:
+                self.step(request)
+        for source in list(self.sources):
+            if self.town.dice.random() < 0.6:
+                self.leave(source)
+        for found in list(self.arrivals):
+            if self.town.dice.random() < 0.6:
+                self.arrive(found)
+        for found in self.arrivals.kept:
+            if not self.town.incarnations[found.id.source].is_up:
+                found.gone("ended", ended=True)
+                self.arrivals.end(found)
+            elif not self.town.is_proved_gone(found.id.source):
+                self.town.send(found.id.source, found.says(self.arrivals.next_number()))
+
+    def check(self):
+        """Each block has one owner, and none is lost."""
+        owned = [addr for one in self.hosted.values() for addr in one.own]
+        owned += [addr for _, own in self.arriving.values() for addr in own]
+        owned += [addr for blocks in self.cached.values() for addr in blocks]
+        assert sorted(owned) == sorted(self.memory), (self.name, sorted(owned), sorted(self.memory))
+
+
+class Town:
+    """All instances. `faults`: how often something goes wrong, from 0. `false_proofs`: a stopped one counts as gone."""
+
+    def __init__(self, seed, faults, false_proofs=False, instances=3, requests=3, capacity=60, length=40):
+        self.dice = Random(seed)
+        self.faults, self.false_proofs, self.length = faults, false_proofs, length
+        self.addresses, self.numbers = itertools.count(1), itertools.count(1)
+        self.incarnations: dict[int, Incarnation] = {}
+        self.at: dict[str, Incarnation] = {}
+        self.flight: list[tuple[int, bytes]] = []
+        self.decoded_by: dict[tuple[str, policy.Term], int] = {}
+        self.gate = policy.OutputGate()
+        self.lost: set[str] = set()
+        self.prompts = {
+            f"r{each}": [self.dice.randrange(900) for _ in range(self.dice.randint(2, 14))] for each in range(requests)
+        }
+        self.expected = {request: reference(prompt, length) for request, prompt in self.prompts.items()}
+        for each in range(instances):
+            self.start(f"i{each}", capacity)
+        for request, prompt in self.prompts.items():
+            self.dice.choice(list(self.at.values())).serve(request, prompt)
+        for one in self.at.values():
+            for request, prompt in self.prompts.items():
+                if self.dice.random() < 0.3:
+                    self.cache(one, request, prompt)
+
+    def cache(self, one, request, prompt):
+        blocks = one.alloc((len(prompt) - 1) // BLOCK)
+        one.cached[request] = blocks
+        for at in range(len(blocks) * BLOCK):
+            one.write(blocks, at, prompt[at])
+
+    def start(self, name, capacity):
+        one = Incarnation(self, name, next(self.numbers), capacity)
+        self.incarnations[one.number] = self.at[name] = one
+
+    def is_proved_gone(self, number):
+        one = self.incarnations[number]
+        return not one.is_up or (self.false_proofs and one.is_stopped)
+
+    def send(self, to, said):
+        self.flight.append((to, policy.encode(said)))
+
+    def note_decoding(self, request, term, one):
+        """Not more than one place decodes a request in a term."""
+        assert self.decoded_by.setdefault((request, term), one.number) == one.number, f"{request} runs twice in {term}"
+
+    def put_out(self, request, term, position, token):
+        if self.gate.accept(request, term, position):
+            at = len(self.prompts[request]) + position
+            assert token == self.expected[request][at], f"token {position} of {request} is wrong"
+
+    def kill(self, one):
+        one.is_up, one.memory = False, {}
+        for request in one.hosted:
+            if not any(other.holds(request) for other in self.at.values() if other.is_up):
+                self.lost.add(request)
+
+    def mischief(self):
+        dice = self.dice
+        if dice.random() < 0.002 * self.faults:
+            one = dice.choice(list(self.at.values()))
+            self.kill(one)
+            self.start(one.name, one.capacity)
+        if dice.random() < 0.03 * self.faults:
+            one = dice.choice(list(self.at.values()))
+            one.is_stopped = not one.is_stopped
+        if self.flight and dice.random() < 0.2 * self.faults:
+            self.flight.pop(dice.randrange(len(self.flight)))
+        if self.flight and dice.random() < 0.2 * self.faults:
+            self.flight.append(dice.choice(self.flight))
+
+    def deliver(self, in_order=False):
+        if not self.flight:
+            return
+        to, message = self.flight.pop(0 if in_order else self.dice.randrange(len(self.flight)))
+        one = self.incarnations[to]
+        if one.is_up and not one.is_stopped:
+            one.hear(message)
+        elif one.is_up and not in_order:
+            self.flight.append((to, message))  # until it wakes
+
+    def begin(self):
+        for one in self.at.values():
+            for request, hosted in one.hosted.items():
+                if hosted.decodes and not one.is_stopped and not one.is_moving(request) and self.dice.random() < 0.1:
+                    others = [other for other in self.at.values() if other is not one]
+                    one.migrate(request, self.dice.choice(others), self.dice.choice(["kv", "tokens", "auto"]))
+
+    def tick(self):
+        self.mischief()
+        for one in self.at.values():
+            if not one.is_stopped:
+                one.turn()
+        for _ in range(self.dice.randint(0, 6)):
+            self.deliver()
+        for one in self.at.values():
+            one.check()
+
+    def run(self, ticks):
+        for _ in range(ticks):
+            self.begin()
+            self.tick()
+        self.quiet()
+
+    def quiet(self):
+        """No more faults: everything must come to its end."""
+        self.faults = 0
+        for one in self.at.values():
+            one.is_stopped = False
+        for _ in range(400):
+            self.tick()
+            while self.flight:
+                self.deliver(in_order=True)
+            if not any(one.sources or list(one.arrivals) for one in self.at.values()):
+                break
+        else:
+            raise AssertionError("a migration does not end")
+
+    def check_ends(self):
+        """Each request is in exactly one place, or was lost with the only one; and none is lost without faults."""
+        for request in self.prompts:
+            places = [one.name for one in self.at.values() if request in one.hosted]
+            decoding = [one.name for one in self.at.values() if request in one.hosted and one.hosted[request].decodes]
+            assert places == decoding
+            assert len(decoding) == (0 if request in self.lost else 1), (request, decoding)
+        for one in self.at.values():
+            assert not one.arriving

@@ -1,0 +1,312 @@
+"""The protocol of live migration, without clock and network: seeds of `migration_kit`, and single rules."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from kit import LONG
+from policy.migration_kit import BLOCK, Town
+
+import kvpool
+from kvpool.policy import cost, mell
+from kvpool.policy import migration as policy
+
+SEEDS = range(3000 if LONG else 40)
+
+
+def moves_of(town):
+    return sum(len({number for (name, _), number in town.decoded_by.items() if name == request}) - 1
+               for request in town.prompts)  # fmt: skip
+
+
+@pytest.mark.parametrize("false_proofs", [False, True])
+@pytest.mark.parametrize("faults", [0, 1, 3])
+def test_a_request_ends_in_exactly_one_place_with_its_tokens(faults, false_proofs):
+    moves = 0
+    for seed in SEEDS:
+        town = Town(seed, faults, false_proofs, length=60)
+        town.run(120)
+        town.check_ends()
+        assert faults or not town.lost
+        moves += moves_of(town)
+    assert moves > len(SEEDS) / 4  # something was tested
+
+
+# ---- single rules
+
+ID = policy.MigrationId(1, 2, 1)
+
+
+def progress(tokens, whole=None):
+    blocks = np.arange(1, -(-tokens // BLOCK) + 1, dtype=np.uint64)
+    return policy.Progress(np.arange(tokens, dtype=np.int32), tokens - 1 if whole is None else whole, blocks)
+
+
+def pair(tokens=10, way="kv", cached=0, **rules):
+    source = policy.Source(
+        ID, "r", "", way, policy.FIRST, tokens + 8, progress(tokens), BLOCK, policy.StopRules(**rules)
+    )
+    return source, policy.Destination(source.says(), "kv" if way == "auto" else way, cached, BLOCK)
+
+
+def exchange(source, destination, number):
+    source.hear(destination.says(number))
+    destination.hear(source.says())
+
+
+def fetch(destination):
+    work = destination.work()
+    destination.brought(work.end, -(-(work.end - work.begin) // BLOCK))
+
+
+def test_full_blocks_go_ahead_and_the_last_one_goes_when_the_request_has_stopped():
+    source, destination = pair(tokens=10)
+    assert destination.work() == (0, 8, False)  # of 9 whole tokens
+    fetch(destination)
+    exchange(source, destination, 1)
+    assert source.round_over()
+    assert not source.advance(progress(15))
+    exchange(source, destination, 2)
+    assert destination.work() == (8, 12, False)
+    fetch(destination)
+    exchange(source, destination, 3)
+    assert source.advance(progress(15))  # nothing full is left
+    source.hand_over(progress(16), b"state")
+    exchange(source, destination, 4)
+    assert not destination.ready
+    assert destination.work() == (12, 15, True)
+    fetch(destination)
+    assert destination.ready
+    assert destination.engine_state == b"state"
+    assert destination.term == policy.Term(1, 1)
+    destination.decode()
+    exchange(source, destination, 5)
+    assert source.state == destination.state == "released"
+    assert destination.sent == 4
+
+
+def test_rounds_that_do_not_shrink_end():
+    source, destination = pair(tokens=10, way="tokens", left_tokens=1)
+    for number, tokens in enumerate((20, 30, 40), 1):
+        fetch(destination)
+        exchange(source, destination, number)
+        if source.advance(progress(tokens)):
+            break
+        destination.hear(source.says())
+    assert (tokens, source.rounds) == (30, 1)
+
+
+def test_a_request_that_was_handed_over_is_kept_by_no_cancel():
+    source, destination = pair()
+    fetch(destination)
+    exchange(source, destination, 1)
+    source.hand_over(progress(10), b"")
+    assert not source.cancel("late")
+    assert source.state == "handed"
+    source.withdraw()
+    destination.hear(source.says())
+    assert destination.state == "failed"  # it did not decode yet, and never will
+    source.hear(destination.says(2))
+    assert source.state == "back"
+    assert source.term == policy.Term(2, 1)
+    assert not source.by_proof
+    destination.hear(source.says())
+    assert destination.state == "failed"
+
+
+def test_a_request_that_decodes_is_not_given_back():
+    source, destination = pair()
+    fetch(destination)
+    exchange(source, destination, 1)
+    source.hand_over(progress(10), b"")
+    destination.hear(source.says())
+    fetch(destination)
+    destination.decode()
+    source.withdraw()
+    destination.hear(source.says())
+    destination.fail("too late")
+    source.hear(destination.says(2))
+    assert source.state == "released"
+    assert destination.state == "decoding"
+
+
+def test_a_lost_acknowledgement_is_answered_again():
+    departures, arrivals = policy.Departures(1), policy.Arrivals(2)
+    source, destination = pair()
+    departures.begin(source)
+    fetch(destination)
+    exchange(source, destination, 1)
+    source.hand_over(progress(10), b"")
+    destination.hear(source.says())
+    fetch(destination)
+    destination.decode()
+    source.hear(destination.says(2))
+    departures.end(source)  # and `released` is lost
+    for _ in range(2):
+        destination.hear(departures.answer(destination.says(arrivals.next_number())))
+        assert destination.state == "released"
+
+
+def test_what_was_taken_back_by_proof_is_revoked_when_it_wakes():
+    departures = policy.Departures(1)
+    source, destination = pair()
+    departures.begin(source)
+    fetch(destination)
+    exchange(source, destination, 1)
+    source.hand_over(progress(10), b"")
+    destination.hear(source.says())
+    fetch(destination)
+    destination.decode()
+    source.gone("its lease has ended")
+    assert source.state == "back"
+    assert source.term > destination.term
+    departures.end(source)
+    destination.hear(departures.answer(destination.says(9)))
+    assert destination.state == "revoked"
+
+
+def test_a_number_that_is_used_up_is_not_accepted_again():
+    arrivals = policy.Arrivals(2)
+    source, _ = pair()
+    offer = source.says()
+    assert arrivals.is_new(offer)
+    assert arrivals.refuse(offer, "full", full=True).full
+    assert not arrivals.is_new(offer)
+    assert arrivals.answer(offer).phase == "failed"
+    assert arrivals.answer(policy.SourceSays(ID, 5, "cancelled")) is None
+    assert policy.Arrivals(3).answer(offer) is None  # it was meant for another incarnation
+
+
+def test_a_request_whose_source_is_fenced_does_not_migrate_on_before_the_source_has_ended():
+    arrivals = policy.Arrivals(2)
+    source, _ = pair()
+    destination = arrivals.begin(source.says(), lambda offer: policy.Destination(offer, "kv", 0, BLOCK))
+    fetch(destination)
+    exchange(source, destination, 1)
+    source.hand_over(progress(10), b"")
+    destination.hear(source.says())
+    fetch(destination)
+    destination.decode()
+    assert arrivals.holds_back("r")
+    destination.gone("fenced", ended=False)
+    arrivals.end(destination)
+    assert arrivals.kept == (destination,)
+    assert arrivals.holds_back("r")
+    assert arrivals.find(ID) is destination
+    assert destination.says(7).phase == "decoding"
+    destination.gone("its process has ended", ended=True)
+    arrivals.end(destination)
+    assert not arrivals.kept
+    assert not arrivals.holds_back("r")
+
+
+def test_an_engine_that_contradicts_itself_is_found():
+    source, destination = pair()
+    fetch(destination)
+    exchange(source, destination, 1)
+    with pytest.raises(kvpool.ArgumentError, match="fewer tokens"):
+        source.advance(progress(9))
+    moved = policy.Progress(progress(10).tokens, 9, progress(10).blocks + np.uint64(5))
+    with pytest.raises(kvpool.ArgumentError, match="lie elsewhere"):
+        source.advance(moved)
+    with pytest.raises(kvpool.ArgumentError, match="whole in a stopped request"):
+        source.hand_over(progress(12, 10), b"")
+
+
+def test_a_reader_drops_old_terms_and_what_it_has():
+    gate = policy.OutputGate()
+    old, new = policy.Term(1, 5), policy.Term(2, 4)
+    assert gate.accept("r", old, 0)
+    assert not gate.accept("r", old, 0)
+    assert gate.accept("r", new, 1)
+    assert not gate.accept("r", old, 2)
+    assert not gate.accept("r", new, 0)
+    assert gate.delivered("r") == 2
+    with pytest.raises(kvpool.ArgumentError, match="comes after 2"):
+        gate.accept("r", new, 3)
+    gate.forget("r")
+    assert gate.accept("r", old, 0)
+
+
+# ---- bytes
+
+
+def same(left, right):
+    return type(left) is type(right) and all(
+        np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b
+        for a, b in zip(vars(left).values(), vars(right).values(), strict=True)
+    )
+
+
+def test_messages_survive_as_bytes():
+    source, destination = pair()
+    fetch(destination)
+    exchange(source, destination, 1)
+    source.hand_over(progress(10), b"\0state\xff")
+    for said in (source.says(), destination.says(3), destination.says(4)):
+        assert same(policy.decode(policy.encode(said)), said)
+
+
+BROKEN = (
+    (b'"phase":"', b'"phase":"x'),
+    (b'"number":', b'"number":-'),
+    (b'"id":[1,', b'"id":['),
+    (b"KVMIG\1", b"KVMIG\2"),
+    (b'"way":"kv"', b'"way":"no"'),
+    (b'"whole"', b'"hole"'),
+)
+
+
+def test_bytes_that_are_no_message_are_refused():
+    source, destination = pair()
+    for said in (source.says(), destination.says(1)):
+        good = policy.encode(said)
+        for at in range(len(good)):
+            with pytest.raises(kvpool.ArgumentError):
+                policy.decode(good[:at])
+        for old, new in BROKEN:
+            with pytest.raises(kvpool.ArgumentError):
+                policy.decode(_resized(good.replace(old, new)))
+    with pytest.raises(kvpool.ArgumentError, match="1048576 are allowed"):
+        policy.encode(policy.SourceSays(ID, 1, "handed", state=bytes(1 << 20)))
+
+
+def _resized(message):
+    """With the length of its object as it is now."""
+    length = message.rindex(b"}") + 1 - 10
+    return message[:6] + length.to_bytes(4, "little") + message[10:]
+
+
+# ---- ways
+
+
+def costs(**changes):
+    shape = cost.ModelShape(layers=2, hidden=64, heads=4, kv_heads=2, ffn=128, vocab=256)
+    profile = mell.BoundaryProfile(
+        shape, cost.Machine("test", "", 1), 64,
+        {"near": [mell.LinkSample(1000, 2e-3), mell.LinkSample(1001000, 3e-3)],
+         "far": [mell.LinkSample(1000, 0.1), mell.LinkSample(1001000, 10.1)]},
+        [mell.IterationSample(1, 0, 0.01), mell.IterationSample(1, 100, 0.02),
+         mell.IterationSample(8, 0, 0.1), mell.IterationSample(8, 100, 0.2)],
+    )  # fmt: skip
+    return policy.WayCosts(profile, **{"links": {"b": "near", "c": "far"}} | changes)
+
+
+def test_a_request_goes_the_way_that_takes_less():
+    measured = costs()
+    assert measured.choose("b", 500, 1).way == "kv"
+    assert measured.choose("c", 500, 1).way == "tokens"
+    assert measured.choose("nobody measured", 500, 1) == ("tokens", float("inf"), measured.choose("b", 500, 1).tokens_s)
+    assert measured.choose("c", 500, 9).way == "kv"  # a batch beyond those measured leaves no room to prefill
+    assert measured.choose("b", 1000, 1).kv_s > measured.choose("b", 500, 1).kv_s
+    with pytest.raises(kvpool.ArgumentError, match="not measured"):
+        costs(link="none")
+    with pytest.raises(kvpool.ArgumentError, match="share"):
+        costs(share=0)
+
+
+def test_bytes_are_spread_over_time_and_none_are_saved_up():
+    pace = policy.Pace(1000)
+    assert [pace.wait_s(500, 10.0), pace.wait_s(500, 10.0), pace.wait_s(100, 10.7)] == [0, 0.5, pytest.approx(0.3)]
+    assert pace.wait_s(500, 99.0) == 0
+    assert policy.Pace(None).wait_s(1 << 40, 0.0) == 0

@@ -1,0 +1,106 @@
+"""Bugs of live migration, for `make planted`."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tools.planted_kit import Bug, in_python
+
+__all__ = ["MIGRATION_BUGS"]
+
+_PROTOCOL: Final = ("python/policy/test_migration.py",)
+
+MIGRATION_BUGS: Final[tuple[Bug, ...]] = (
+    Bug(
+        "decoded-a-token-too-early",
+        "policy",
+        "a destination decodes when all tokens but one are there: other tokens than without migration",
+        in_python(
+            "policy/migration/destination.py",
+            "handed is not None and self.whole >= handed.whole",
+            "handed is not None and self.whole + 1 >= handed.whole",
+        ),
+        _PROTOCOL,
+        build="python",
+    ),
+    Bug(
+        "block-sent-before-its-last-write",
+        "policy",
+        "a block is sent ahead while a step still writes to it: its last tokens are missing at the destination",
+        in_python(
+            "policy/migration/source.py",
+            "return progress.whole // self._block_tokens",
+            "return min(-(-progress.whole // self._block_tokens), len(progress.tokens) // self._block_tokens)",
+        ),
+        _PROTOCOL,
+        build="python",
+    ),
+    Bug(
+        "freed-before-the-destination-decodes",
+        "policy",
+        "a source ends when it has handed a request over: the blocks are gone when the destination fails",
+        in_python(
+            "policy/migration/source.py",
+            '_ENDED: Final = ("released", "back")',
+            '_ENDED: Final = ("handed", "released", "back")',
+        ),
+        _PROTOCOL,
+        build="python",
+    ),
+    Bug(
+        "cancelled-after-the-hand-over",
+        "policy",
+        "a request that was handed over is kept by a cancel: it runs twice",
+        in_python(
+            "policy/migration/source.py",
+            'return self.state in ("offered", "moving")',
+            'return self.state in ("offered", "moving", "handed")',
+        ),
+        _PROTOCOL,
+        build="python",
+    ),
+    Bug(
+        "handed-over-without-a-term",
+        "policy",
+        "both places decode in one term: the reader cannot tell a source that has taken its request back",
+        in_python(
+            "policy/migration/source.py",
+            "        self._term = self._term.next(self.id.source)\n        self.state = ",
+            "        self.state = ",
+        ),
+        _PROTOCOL,
+        build="python",
+    ),
+    Bug(
+        "handed-over-twice",
+        "policy",
+        "an offer that was repeated is accepted again when it has failed: a request arrives that has stayed",
+        in_python(
+            "policy/migration/registry.py",
+            "            and said.id.number > self._highest.get(said.id.source, 0)\n",
+            "",
+        ),
+        _PROTOCOL,
+        build="python",
+    ),
+    Bug(
+        "failed-and-decoded",
+        "policy",
+        "a destination gives up a request that it decodes: the source goes on, too",
+        in_python(
+            "policy/migration/destination.py",
+            '        if self.state == "moving":\n            self.state, self.why, self.full',
+            "        if not self.ended:\n            self.state, self.why, self.full",
+        ),
+        _PROTOCOL,
+        build="python",
+    ),
+    Bug(
+        "old-term-heard",
+        "policy",
+        "the reader takes what a place puts out that has lost its request: tokens of two runs are mixed",
+        in_python("policy/migration/terms.py", "if term < self._terms.get(request, term):", "if False:"),
+        _PROTOCOL,
+        build="python",
+    ),
+)
