@@ -24,6 +24,7 @@
 #include "partial.h"
 #include "sequence.h"
 #include "service.h"
+#include "stream.h"
 #include "vectors.h"
 #include "work_handle.h"
 
@@ -64,8 +65,9 @@ AttendWhere where_from(const py::object& argument) {
 
 Attend::Request request_from(const Pool& pool, py::handle layer, const py::object& q_argument,
                              const py::object& sequences_argument, const py::object& query_tokens_argument,
-                             const py::object& scale, py::handle causal, const py::object& where) {
+                             const py::object& scale, py::handle causal, const py::object& where, py::handle stream) {
   Attend::Request request;
+  request.stream = stream_from(stream);
   request.where = where_from(where);
   const std::size_t layer_number = count_from(layer, "layer");
   request.layer = static_cast<std::uint32_t>(std::min<std::size_t>(layer_number, UINT32_MAX));
@@ -92,11 +94,11 @@ Attend::Request request_from(const Pool& pool, py::handle layer, const py::objec
 
 AttendHandle attend(const NodePointer& node, py::handle layer, const py::object& q, const py::object& sequences,
                     const py::object& query_tokens, const py::object& scale, py::handle causal, const py::object& where,
-                    py::handle timeout) {
+                    py::handle stream, py::handle timeout) {
   Pool& pool = node->pool();
   pool.guard();
   SequenceBlocks::check_pool(pool);
-  Attend::Request request = request_from(pool, layer, q, sequences, query_tokens, scale, causal, where);
+  Attend::Request request = request_from(pool, layer, q, sequences, query_tokens, scale, causal, where, stream);
   const std::int64_t deadline = deadline_from(timeout, node->timeout_ns());
   const GilReleased released;
   return {node, Attend::start(*node, std::move(request), deadline), {}};
@@ -176,9 +178,10 @@ py::tuple plan_of(const AttendHandle& handle) {
   py::list items;
   for (const Attend::SequencePlan& one : plan.sequences) {
     items.append(py::make_tuple(way_name(one.here.way), one.here.head_groups, one.here.nodes,
-                                tokens_of_peers(one.there), tokens_of_peers(one.mapped)));
+                                tokens_of_peers(one.there), tokens_of_peers(one.mapped), one.gpu_tokens));
   }
-  return py::make_tuple(kernel_name(plan.kernel), plan.threads, items);
+  const py::object gpu_kernel = plan.gpu_kernel ? py::cast(kernel_name(*plan.gpu_kernel)) : py::none();
+  return py::make_tuple(kernel_name(plan.kernel), gpu_kernel, plan.threads, items);
 }
 
 void bind_handle(py::module_& module) {
@@ -204,7 +207,8 @@ Raises:
         says which tokens.
     Busy: A peer computes for too many calls already, and its memory is not mapped here; ``retry_after_us`` says when to
         try again.
-    DeadlineExceeded: A peer did not answer in time.)")
+    DeadlineExceeded: A peer did not answer in time, or the work of `stream` did not end.
+    DeviceLost: The GPU is lost, and the pool with it.)")
       .def(
           "done", [](const AttendHandle& handle) { return task_of(handle).done(); },
           "Whether it has ended, one way or another. Does not wait.")
@@ -239,8 +243,10 @@ void bind_attend(py::module_& module, PoolClass& pool) {
   bind_handle(module);
   pool.def("attend", &attend, py::arg("layer"), py::arg("q"), py::arg("seqs"), py::kw_only(),
            py::arg("query_tokens") = py::none(), py::arg("scale") = py::none(), py::arg("causal") = true,
-           py::arg("where") = "auto", py::arg("timeout") = py::none(),
-           R"(Attention of one layer over sequences, on the CPU, where their blocks are. Does not wait.
+           py::arg("where") = "auto", py::arg("stream") = py::none(), py::arg("timeout") = py::none(),
+           R"(Attention of one layer over sequences, where their blocks are. Does not wait.
+
+The CPU attends to blocks in its memory, and the pool's GPU to blocks in HBM there, both at the same time.
 
 For blocks that lie with peers, the query goes to the peer, which computes their part and sends it back; or this pool
 reads them from here, if the peer is on this host and its memory is mapped (routes ``shm`` and ``loopback``).
@@ -262,7 +268,9 @@ Args:
         all tokens of the sequence, when the part will be merged with one over their own tokens.
     where: "auto" takes, peer by peer, the way that makes the call fastest by what earlier calls took, and reads from here
         what a peer is too busy for. "there": the peers compute. "here": this pool reads the peers' memory.
-    timeout: Seconds that peers have; None: the setting ``timeout_s``.
+    stream: For a pool on a GPU: the CUDA stream whose work so far writes the last tokens, as an int or an object that has
+        one (torch, CuPy). The GPU's part begins when that has ended. None: when all work of the GPU has.
+    timeout: Seconds that peers, and the work of `stream`, have; None: the setting ``timeout_s``.
 
 Returns:
     An Attend. Its wait() gives the PartialAttention, whose finish() gives the output.
@@ -272,7 +280,8 @@ Raises:
     ArgumentTypeError: An argument has the wrong type.
     NotOwner: A sequence of another pool.
     StateError: A sequence is closed.
-    Unsupported: As `sequence`; or "here", and the memory of a peer is not mapped.)");
+    Unsupported: As `sequence`; "here", and the memory of a peer is not mapped; or blocks are on a GPU, and `q` has not
+        the type of the KV cache.)");
 }
 
 }  // namespace kvpool::bindings

@@ -190,8 +190,9 @@ Args:
     timeout: Seconds that peers have; None: the setting ``timeout_s``.
 
 Raises:
-    Unsupported: Attention cannot read them: blocks of a GPU, of ranks, of a RawLayout, or an element type without a
-        kernel (float32, float16, bfloat16 and float8_e4m3fn have one).
+    Unsupported: Attention cannot read them: blocks of ranks, of a RawLayout, or an element type without a kernel. The
+        CPU has kernels for float32, float16, bfloat16 and float8_e4m3fn. For blocks on a GPU there are kernels if kvpool
+        was built with them, for all but float8, in heads of 64 or 128 elements.
     StaleAddress, NotOwner, StateError: One was freed, is of an instance that is no peer, or is being written by a
         transfer; or it was freed, and something still reads it.
     PeerLost, DeadlineExceeded, Busy: A peer is gone, did not answer in time, or has too many views open.

@@ -28,6 +28,15 @@ struct Wanted {
   bool causal = true;
 };
 
+std::vector<PartialAttention> attended(const AttendingGpu& gpu, const AttendCall& call) {
+  return gpu.gpu().attend(call, gpu.gpu().plan(call));
+}
+
+std::unique_ptr<GpuAttention> load16(const std::shared_ptr<const CudaContext>& context,
+                                     std::span<const AttentionCubin> cubins) {
+  return GpuAttention::load(context, DType::kFloat16, 64, cubins);
+}
+
 // One sequence, in the memory of the CPU and of the GPU.
 class Sequence {
  public:
@@ -63,9 +72,7 @@ class Sequence {
     settings.kernel = attention_kernels().back();
     return attend(call(here_), {}, settings);
   }
-  std::vector<PartialAttention> on_gpu(const AttendingGpu& gpu) const {
-    return gpu.gpu().attend(call(there()), CopyOrder::met());
-  }
+  std::vector<PartialAttention> on_gpu(const AttendingGpu& gpu) const { return attended(gpu, call(there())); }
 
  private:
   const Wanted wanted_;
@@ -147,16 +154,16 @@ TEST_CASE("a batch on a GPU has sequences of many lengths, some of them empty") 
   }
   AttendCall call = sequences[0]->call(items[0]);
   call.items = items;
-  const std::vector<PartialAttention> got = gpu.gpu().attend(call, CopyOrder::met());
+  const std::vector<PartialAttention> got = attended(gpu, call);
   REQUIRE(got.size() == items.size());
   for (std::size_t i = 0; i < got.size(); ++i) {
     CHECK(got[i].shape().tokens == items[i].query_tokens);
     check_same(got[i], sequences[i]->on_cpu()[0]);
   }
   call.items = std::span(items).subspan(1, 1);
-  CHECK(gpu.gpu().attend(call, CopyOrder::met())[0].empty());
+  CHECK(attended(gpu, call)[0].empty());
   call.items = {};
-  CHECK(gpu.gpu().attend(call, CopyOrder::met()).empty());
+  CHECK(attended(gpu, call).empty());
 }
 
 TEST_CASE("a plan has the nodes in front, and a level for each halving of the number of leaves") {
@@ -204,7 +211,7 @@ TEST_CASE("a query that stands far before a leaf sees nothing of it") {
   AttendSettings settings;
   settings.kernel = attention_kernels().back();
   const std::vector<PartialAttention> expected = attend(sequence.call(here), {}, settings);
-  check_same(gpu.gpu().attend(sequence.call(there), CopyOrder::met())[0], expected[0]);
+  check_same(attended(gpu, sequence.call(there))[0], expected[0]);
 }
 
 TEST_CASE("what no kernel can do is Unsupported, and nothing is put into a stream") {
@@ -212,9 +219,7 @@ TEST_CASE("what no kernel can do is Unsupported, and nothing is put into a strea
   const AttendingGpu gpu;
   const Sequence sequence(gpu, {}, dice);
   const std::size_t launches = gpu.fake().count("cuLaunchKernel");
-  const auto code = [&](const AttendCall& call) {
-    return code_of([&] { (void)gpu.gpu().attend(call, CopyOrder::met()); });
-  };
+  const auto code = [&](const AttendCall& call) { return code_of([&] { (void)attended(gpu, call); }); };
   AttendCall call = sequence.call(sequence.there());
   call.kv.head_dim = 32;
   CHECK(code(call) == ErrorCode::kUnsupported);
@@ -248,22 +253,24 @@ TEST_CASE("kernels are chosen by the GPU, and a GPU that cannot run them has non
     const auto context = CudaContext::retain(0, "a test");
     const FakeCubins for_80(80, DType::kFloat16, 64);
     const FakeCubins for_90(90, DType::kFloat16, 64);
-    CHECK(GpuAttention::load(context, {}) == nullptr);
-    CHECK(GpuAttention::load(context, for_80.table) == nullptr);
-    const auto gpu = GpuAttention::load(context, for_90.table);
+    CHECK(load16(context, std::span<const AttentionCubin>()) == nullptr);
+    CHECK(load16(context, for_80.table) == nullptr);
+    CHECK(GpuAttention::load(context, DType::kFloat16, 128, for_90.table) == nullptr);
+    CHECK(GpuAttention::load(context, DType::kBfloat16, 64, for_90.table) == nullptr);
+    const auto gpu = load16(context, for_90.table);
     REQUIRE(gpu != nullptr);
     CHECK(kernel_name(gpu->kernel()) == "sm90/1");
     const FakeCubins too_much(90, DType::kFloat16, 64, 240000);
-    CHECK(GpuAttention::load(context, too_much.table) == nullptr);
+    CHECK(load16(context, too_much.table) == nullptr);
     const FakeCubins much(90, DType::kFloat16, 64, 200000);
-    CHECK(GpuAttention::load(context, much.table) != nullptr);
+    CHECK(load16(context, much.table) != nullptr);
     CHECK(cuda.count("cuFuncSetAttribute") == 1);
     for (const int lasting : {209, 500, 801}) {
       cuda.fail("cuModuleGetFunction", lasting);
-      CHECK(GpuAttention::load(context, for_90.table) == nullptr);
+      CHECK(load16(context, for_90.table) == nullptr);
     }
     cuda.fail("cuModuleGetFunction", 2);
-    CHECK(code_of([&] { (void)GpuAttention::load(context, for_90.table); }) == ErrorCode::kOutOfMemory);
+    CHECK(code_of([&] { (void)load16(context, for_90.table); }) == ErrorCode::kOutOfMemory);
     cuda.fail("cuModuleGetFunction", 0);
   }
   CHECK(cuda.left() == "");
@@ -314,31 +321,23 @@ TEST_CASE("attention on a GPU that is lost is DeviceLost, then and later") {
   CHECK(gpu.fake().count("cuLaunchKernel") == launches);
 }
 
-TEST_CASE("attention on a GPU begins after the caller's work") {
+TEST_CASE("what the caller does meanwhile is done while the GPU works, and what it throws ends the call") {
   Dice dice(18);
   const AttendingGpu gpu;
   const Sequence sequence(gpu, {}, dice);
-  const Sequence other(gpu, {}, dice);
-  const EngineStream engine(gpu.fake());
-  // The engine writes the keys and values late.
-  const std::size_t bytes = 2U * 16 * 64 * 2 * 2 * KVMemory::kLayers;
-  Gate gate(engine);
-  engine.run([&] {
-    for (std::size_t i = 0; i < sequence.there().k_blocks.size(); ++i) {
-      std::memcpy(gpu.fake().host(sequence.there().k_blocks[i], bytes), other.here().k_blocks[i], bytes);
-    }
+  const AttendCall call = sequence.call(sequence.there());
+  const LeafPlan plan = gpu.gpu().plan(call);
+  const std::size_t waits = gpu.fake().count("cuStreamSynchronize");
+  const std::size_t launches = gpu.fake().count("cuLaunchKernel");
+  bool launched = false;
+  const auto got = gpu.gpu().attend(call, plan, [&] {
+    launched = gpu.fake().count("cuLaunchKernel") > launches && gpu.fake().count("cuStreamSynchronize") == waits;
   });
-  std::thread late([&] {
-    std::this_thread::sleep_for(std::chrono::milliseconds(20));
-    gate.open();
-  });
-  const auto got = gpu.gpu().attend(sequence.call(sequence.there()), CopyOrder(engine.handle()));
-  late.join();
-  AttendItem mixed = other.here();
-  mixed.q = sequence.here().q;
-  AttendSettings settings;
-  settings.kernel = attention_kernels().back();
-  check_same(got[0], attend(sequence.call(mixed), {}, settings)[0]);
+  CHECK(launched);
+  check_same(got[0], sequence.on_cpu()[0]);
+  CHECK(code_of([&] { (void)gpu.gpu().attend(call, plan, [] { throw Error(ErrorCode::kCancelled, "a test"); }); }) ==
+        ErrorCode::kCancelled);
+  check_same(sequence.on_gpu(gpu)[0], got[0]);
 }
 
 TEST_CASE("threads that ask one GPU for attention take turns") {

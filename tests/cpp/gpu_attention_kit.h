@@ -218,7 +218,7 @@ class AttendingGpu {
   explicit AttendingGpu(DType dtype = DType::kFloat16, std::uint32_t head_dim = 64) : cubins_(90, dtype, head_dim) {
     say(LeavesByCpu(dtype, head_dim), MergesByCpu(head_dim));
     context_ = CudaContext::retain(0, "a test");
-    gpu_ = GpuAttention::load(context_, cubins_.table);
+    gpu_ = GpuAttention::load(context_, dtype, head_dim, cubins_.table);
     REQUIRE(gpu_ != nullptr);
   }
   ~AttendingGpu() {

@@ -75,7 +75,7 @@ std::shared_ptr<Pool> make_attendable(std::uint32_t hbm, std::uint32_t dram = 0)
 TEST_CASE("removed blocks are let go when the readings from before have ended") {
   const auto pool = make_attendable(4);
   const Addresses addresses = alloc(*pool, 4);
-  const auto blocks = std::make_shared<SequenceBlocks>(*pool, SequenceBlocks::kApplication);
+  const auto blocks = std::make_shared<SequenceBlocks>(*pool, SequenceBlocks::kApplication, false);
   blocks->add(0, addresses);
   pool->free(addresses.data(), 4);
   CHECK(free_blocks(*pool) == 0);
@@ -101,7 +101,7 @@ TEST_CASE("an exchange of blocks happens whole or not at all") {
   const Addresses addresses = alloc(*pool, 4);
   const Addresses stale = alloc(*pool, 1);
   pool->free(stale.data(), 1);
-  const auto blocks = std::make_shared<SequenceBlocks>(*pool, SequenceBlocks::kApplication);
+  const auto blocks = std::make_shared<SequenceBlocks>(*pool, SequenceBlocks::kApplication, false);
   blocks->add(0, {addresses.data(), 2});
   const std::vector<SequenceBlocks::Added> bad = {{0, {&addresses[2], 1}}, {1, stale}};
   CHECK(code_of([&] { blocks->exchange({{0, 2}}, bad); }) == ErrorCode::kStaleAddress);
@@ -189,7 +189,7 @@ TEST_CASE("a layer's K and V are found in every block of both tiers") {
   Addresses addresses = alloc(*pool, 2, Medium::kHbm);
   for (const Address address : alloc(*pool, 2, Medium::kDram)) addresses.push_back(address);
   const std::size_t piece = pool->layout().piece_bytes[0];
-  const LayerPlaces places(pool->layout(), readable_segments(pool->arenas()), 1);
+  const LayerPlaces places(pool->layout(), segments_of(pool->arenas()), 1);
   std::vector<const std::byte*> k(4);
   std::vector<const std::byte*> v(4);
   places.fill(addresses, k.data(), v.data());
@@ -211,8 +211,8 @@ TEST_CASE("K or V that is cut into several runs of bytes is refused") {
                                    {memory.data() + 4 * piece, 2 * piece, 2 * piece}};
   MediumMap<std::shared_ptr<Arena>> arenas;
   arenas[Medium::kHbm] = make_adopted_arena(Medium::kHbm, 2, std::move(segments), nullptr);
-  CHECK(code_of([&] { LayerPlaces(options.layout, readable_segments(arenas), 0); }) == ErrorCode::kUnsupported);
-  const LayerPlaces second(options.layout, readable_segments(arenas), 1);
+  CHECK(code_of([&] { LayerPlaces(options.layout, segments_of(arenas), 0); }) == ErrorCode::kUnsupported);
+  const LayerPlaces second(options.layout, segments_of(arenas), 1);
   const Address address = make_address(0, Medium::kHbm, 1, 1);
   const std::byte* k = nullptr;
   const std::byte* v = nullptr;

@@ -30,10 +30,12 @@ PartialNode node(const TokenRange& range, std::uint32_t query_tokens, float valu
 }
 
 AttendedBody answer() {
-  AttendedBody body{3, {AttentionIsa::kAvx2, 1}, {}};
+  AttendedBody body{3, {}};
   body.items.push_back({7, {node({0, 1024}, 2, 1), node({2048, 4096}, 2, 2), node({4096, 5000}, 2, 3)}});
   body.items.push_back({8, {node({16, 18}, 1, 4)}});
+  body.items[0].nodes[1].kernel = {AttentionIsa::kSm90, 1};
   body.items[1].nodes[0].exact = false;
+  body.items[1].nodes[0].kernel.reset();
   return body;
 }
 
@@ -77,8 +79,10 @@ TEST_CASE("the longest answer is as long as attended_bytes says") {
 TEST_CASE("an answer is read only as the answer to what was asked") {
   const Bytes bytes = write_body(answer());
   const AttendedBody read = read_attended(bytes, asked(), kHeadDim);
-  CHECK(read.kernel == KernelId{AttentionIsa::kAvx2, 1});
   REQUIRE(read.items[0].nodes.size() == 3);
+  CHECK(read.items[0].nodes[0].kernel == KernelId{AttentionIsa::kAvx2, 1});
+  CHECK(read.items[0].nodes[1].kernel == KernelId{AttentionIsa::kSm90, 1});
+  CHECK(read.items[1].nodes[0].kernel == std::nullopt);
   CHECK(read.items[0].nodes[2].values == answer().items[0].nodes[2].values);
   CHECK_FALSE(read.items[1].nodes[0].exact);
   const auto refused = [&](auto change) {
@@ -93,6 +97,9 @@ TEST_CASE("an answer is read only as the answer to what was asked") {
   CHECK(refused([](AttendBody& body) { body.items[0].ranges.pop_back(); }));
   CHECK(refused([](AttendBody& body) { body.items[1].query_tokens = 2; }));
   CHECK(refused([](AttendBody& body) { body.query_heads = 8; }));
+  AttendedBody contrary = answer();
+  contrary.items[1].nodes[0].exact = true;  // of several kernels
+  CHECK(code_of([&] { read_attended(write_body(contrary), asked(), kHeadDim); }) == ErrorCode::kProtocol);
 }
 
 TEST_CASE("requests with numbers that no pool of ours sends are refused") {

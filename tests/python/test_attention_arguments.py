@@ -176,3 +176,15 @@ def test_blocks_that_attention_cannot_read_are_refused(layout, match):
         with pytest.raises(kvpool.Unsupported, match=match):
             pool.sequence(addrs)
         pool.free(addrs)
+
+
+def test_a_stream_is_for_pools_on_a_gpu(rng):
+    with pool_of() as pool, pool.sequence(pool.alloc(1)) as seq:
+        q = query(rng, 1)
+        with pytest.raises(kvpool.ArgumentError, match="has no streams"):
+            pool.attend(0, q, [seq], stream=0)
+        with pytest.raises(kvpool.ArgumentTypeError, match="stream"):
+            pool.attend(0, q, [seq], stream="default")
+        plan = pool.attend(0, q, [seq]).explain()
+        assert plan.gpu_kernel is None
+        assert plan.sequences[0].on_gpu == 0

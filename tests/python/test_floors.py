@@ -26,11 +26,11 @@ CPP_FLOORS: dict[str, set[str]] = {
     "routes": {"base", "cuda", "arena", "net", "blocks"},
     "transfer": {"base", "cuda", "blocks", "exec", "net", "routes"},
     "pool": {"base", "cuda", "index", "arena", "blocks", "exec"},
-    "sequences": {"base", "arena", "attention", "blocks", "exec", "pool"},
-    "views": {"base", "attention", "blocks", "exec", "net", "transfer", "pool", "sequences"},
+    "sequences": {"base", "cuda", "arena", "attention", "attend_gpu", "blocks", "exec", "pool"},
+    "views": {"base", "cuda", "attention", "blocks", "exec", "net", "transfer", "pool", "sequences"},
     "peers": {"base", "cuda", "index", "arena", "blocks", "exec", "net", "routes", "transfer", "pool"}
-    | {"sequences", "views"},
-    "distributed": {"base", "attention", "blocks", "exec", "transfer", "pool", "sequences", "views", "peers"},
+    | {"attend_gpu", "sequences", "views"},
+    "distributed": {"base", "cuda", "attention", "blocks", "exec", "transfer", "pool", "sequences", "views", "peers"},
     "ranks": {"base", "cuda", "index", "arena", "blocks", "exec", "net", "routes", "transfer", "pool", "peers"},
 }
 CPP_FOREIGN = re.compile(r"^(pybind11|torch|ATen|c10|cuda|nccl|ucp|ucs|uct|dlpack|doctest|boost|absl)\b|^Python\.h")

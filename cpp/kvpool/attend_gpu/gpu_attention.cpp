@@ -43,46 +43,48 @@ GpuAttention::Space::~Space() {
   if (current) context->driver().mem_free(device);
 }
 
-GpuAttention::GpuAttention(std::shared_ptr<const CudaContext> context, std::unique_ptr<const ModuleDriver> modules)
-    : context_(std::move(context)), modules_(std::move(modules)) {}
+GpuAttention::GpuAttention(const std::shared_ptr<const CudaContext>& context, const AttentionCubin& leaves,
+                           const AttentionCubin& merge)
+    : context_(context),
+      modules_(context->driver()),
+      leaves_{leaves, {context, modules_, leaves.image, leaves.kernel, leaves.threads, leaves.shared_bytes}},
+      merge_{merge, {context, modules_, merge.image, merge.kernel, merge.threads, merge.shared_bytes}},
+      id_{isa_of(leaves.target), kVersion},
+      stream_(context) {}
 
 GpuAttention::~GpuAttention() = default;
 
-std::unique_ptr<GpuAttention> GpuAttention::load(const std::shared_ptr<const CudaContext>& context,
-                                                 std::span<const AttentionCubin> cubins) {
+std::unique_ptr<GpuAttention> GpuAttention::load(const std::shared_ptr<const CudaContext>& context, DType dtype,
+                                                 std::uint32_t head_dim, std::span<const AttentionCubin> cubins) {
   if (cubins.empty()) return nullptr;
   const CurrentContext current(*context, kWhat);
   const auto major = static_cast<std::uint32_t>(context->attribute(kCuDeviceMajor, kWhat));
   const auto minor = static_cast<std::uint32_t>(context->attribute(kCuDeviceMinor, kWhat));
+  const auto find = [&](const char* kernel, DType of) {
+    return std::ranges::find_if(cubins, [&](const AttentionCubin& cubin) {
+      return std::strcmp(cubin.kernel, kernel) == 0 && cubin.dtype == of && cubin.head_dim == head_dim &&
+             runs_on(cubin.target, major, minor);
+    });
+  };
+  const auto leaves = find("attend_leaves", dtype);
+  const auto merge = find("merge_pairs", DType::kNone);
+  if (leaves == cubins.end() || merge == cubins.end()) return nullptr;
   try {
-    auto modules = std::make_unique<const ModuleDriver>(context->driver());
-    std::unique_ptr<GpuAttention> made(new GpuAttention(context, std::move(modules)));
-    for (const AttentionCubin& cubin : cubins) {
-      if (!runs_on(cubin.target, major, minor)) continue;
-      made->kernels_.push_back(
-          {cubin, std::make_unique<LoadedKernel>(made->context_, *made->modules_, cubin.image, cubin.kernel,
-                                                 cubin.threads, cubin.shared_bytes)});
-      made->id_ = {isa_of(cubin.target), kVersion};
-    }
-    if (made->kernels_.empty()) return nullptr;
-    made->stream_.emplace(made->context_);
-    return made;
+    return std::unique_ptr<GpuAttention>(new GpuAttention(context, *leaves, *merge));
   } catch (const Error& error) {
     if (is_lasting(error)) return nullptr;
     throw;
   }
 }
 
-const GpuAttention::Kernel& GpuAttention::kernel_for(const char* name, DType dtype, std::uint32_t head_dim) const {
-  for (const Kernel& kernel : kernels_) {
-    if (std::strcmp(kernel.cubin.kernel, name) == 0 && kernel.cubin.dtype == dtype &&
-        kernel.cubin.head_dim == head_dim) {
-      return kernel;
-    }
+LeafPlan GpuAttention::plan(const AttendCall& call) const {
+  static_cast<void>(explain(call));  // kArgument before kUnsupported
+  if (call.kv.dtype != leaves_.cubin.dtype || call.kv.head_dim != leaves_.cubin.head_dim) {
+    throw Error(ErrorCode::kUnsupported, std::string(kWhat) + ": its kernels are for " +
+                                             std::to_string(leaves_.cubin.head_dim) + " elements of " +
+                                             dtype_name(leaves_.cubin.dtype) + " in a head");
   }
-  throw Error(ErrorCode::kUnsupported, std::string(kWhat) + ": this build has no " + name + " for " +
-                                           std::to_string(head_dim) + " elements in a head" +
-                                           (dtype == DType::kNone ? "" : std::string(", ") + dtype_name(dtype)));
+  return plan_leaves(call, leaves_.cubin.tile);
 }
 
 GpuAttention::Places GpuAttention::places_of(const LeafPlan& plan) noexcept {
@@ -124,11 +126,11 @@ void GpuAttention::upload(const AttendCall& call, const LeafPlan& plan, const Pl
   put(host + places.tasks, plan.tasks);
   put(host + places.pairs, plan.pairs);
   context_->driver().require(context_->driver().memcpy_async(space_->device, reinterpret_cast<std::uintptr_t>(host),
-                                                             places.uploaded, stream_->handle()),
+                                                             places.uploaded, stream_.handle()),
                              "cuMemcpyAsync", kWhat);
 }
 
-void GpuAttention::launch(const LeafPlan& plan, const Places& places, const Kernel& leaves, const Kernel& merge) {
+void GpuAttention::launch(const LeafPlan& plan, const Places& places) {
   const CuPointer at = space_->device;
   LeafArguments leaf = plan.arguments;
   leaf.q = at + places.q;
@@ -153,23 +155,23 @@ void GpuAttention::launch(const LeafPlan& plan, const Places& places, const Kern
                        &leaf.scale_log2e,
                        &unused,
                        &unused};
-  leaves.loaded->launch(
-      {static_cast<unsigned>(plan.tasks.size()), plan.kv_heads, divided_up(plan.group_rows_max, leaves.cubin.rows)},
-      stream_->handle(), of_leaves);
+  leaves_.loaded.launch(
+      {static_cast<unsigned>(plan.tasks.size()), plan.kv_heads, divided_up(plan.group_rows_max, leaves_.cubin.rows)},
+      stream_.handle(), of_leaves);
   MergeArguments pairs{at + places.values, at + places.pairs};
   for (const std::size_t count : plan.level_pairs) {
     void* of_merges[] = {&pairs.values, &pairs.pairs, &unused, &unused};
-    merge.loaded->launch({static_cast<unsigned>(count), divided_up(plan.rows_max, merge.cubin.rows), 1},
-                         stream_->handle(), of_merges);
+    merge_.loaded.launch({static_cast<unsigned>(count), divided_up(plan.rows_max, merge_.cubin.rows), 1},
+                         stream_.handle(), of_merges);
     pairs.pairs += count * sizeof(MergePair);
   }
 }
 
 void GpuAttention::wait() {
   // Nothing here follows a stream that waits for a word, but the GPU may have put the work behind it in one queue.
-  if (words_unset(*context_) && !stream_->ends_within(kWordPatienceNs)) force_words(*context_);
+  if (words_unset(*context_) && !stream_.ends_within(kWordPatienceNs)) force_words(*context_);
   try {
-    stream_->drain(kWhat);
+    stream_.drain(kWhat);
   } catch (const Error& error) {
     lost_ = error.code() == ErrorCode::kDeviceLost;
     throw;
@@ -194,25 +196,27 @@ std::vector<PartialAttention> GpuAttention::parts_of(const AttendCall& call, con
   return parts;
 }
 
-std::vector<PartialAttention> GpuAttention::attend(const AttendCall& call, const CopyOrder& order) {
-  static_cast<void>(explain(call));  // kArgument before kUnsupported
-  const Kernel& leaves = kernel_for("attend_leaves", call.kv.dtype, call.kv.head_dim);
-  const Kernel& merge = kernel_for("merge_pairs", DType::kNone, call.kv.head_dim);
-  const LeafPlan plan = plan_leaves(call, leaves.cubin.tile);
+void GpuAttention::download(const LeafPlan& plan, const Places& places) {
+  context_->driver().require(context_->driver().memcpy_async(
+                                 reinterpret_cast<std::uintptr_t>(space_->host.data() + places.values),
+                                 space_->device + places.values, plan.node_floats * sizeof(float), stream_.handle()),
+                             "cuMemcpyAsync", kWhat);
+}
+
+std::vector<PartialAttention> GpuAttention::attend(const AttendCall& call, const LeafPlan& plan,
+                                                   const std::function<void()>& meanwhile) {
   const Places places = places_of(plan);
   const std::lock_guard lock(mutex_);
   if (lost_) throw Error(ErrorCode::kDeviceLost, std::string(kWhat) + ": the GPU was lost in an earlier call");
-  if (plan.tasks.empty()) return parts_of(call, plan, places);
   const CurrentContext current(*context_, kWhat);
-  make_room(places.bytes);
-  stream_->follow(order);
+  if (!plan.tasks.empty()) make_room(places.bytes);
   try {
-    upload(call, plan, places);
-    launch(plan, places, leaves, merge);
-    context_->driver().require(context_->driver().memcpy_async(
-                                   reinterpret_cast<std::uintptr_t>(space_->host.data() + places.values),
-                                   space_->device + places.values, plan.node_floats * sizeof(float), stream_->handle()),
-                               "cuMemcpyAsync", kWhat);
+    if (!plan.tasks.empty()) {
+      upload(call, plan, places);
+      launch(plan, places);
+      download(plan, places);
+    }
+    if (meanwhile) meanwhile();
   } catch (...) {
     wait();
     throw;

@@ -1,8 +1,9 @@
 // Attention of a batch of sequences over KV in a GPU's memory, by kernels that were compiled ahead of time
 // (cuda/attention), launched through the driver.
 //
-// A call uploads the queries and the tables of leaf_plan.h, launches one kernel for all leaves and one for each level
-// of merges, and brings the nodes back, all in a separate stream. What it gives are parts like those of attend() in
+// For heads of one size and one type of elements, those of a pool. A call uploads the queries and the tables of
+// leaf_plan.h, launches one kernel for all leaves and one for each level of merges, and brings the nodes back, all in a
+// separate stream. What it gives are parts like those of attend() in
 // attention/attend.h: of the same nodes, merged with the same bits; only leaves differ, by rounding, so the parts name
 // another kernel.
 //
@@ -14,6 +15,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -32,27 +34,31 @@ namespace kvpool {
 
 class GpuAttention {
  public:
-  // With all kernels that this GPU can run, loaded: a later call loads nothing. Null when `cubins` has
-  // no such kernel, or the driver says for good that it cannot run them. Throws kOutOfMemory, kDeviceLost, kState (a
-  // CUDA graph is being captured), and kUnsupported when the driver refuses for now.
-  static std::unique_ptr<GpuAttention> load(const std::shared_ptr<const CudaContext>& context,
-                                            std::span<const AttentionCubin> cubins = attention_cubins());
+  // With the kernels for K and V of this type, in heads of `head_dim` elements, loaded: a later call loads nothing.
+  // Null when `cubins` has none of them that this GPU can run, or the driver says for good that it cannot run them.
+  // Throws kOutOfMemory, kDeviceLost, kState (a CUDA graph is being captured), and kUnsupported when the driver refuses
+  // for now.
+  static std::unique_ptr<GpuAttention> load(const std::shared_ptr<const CudaContext>& context, DType dtype,
+                                            std::uint32_t head_dim, std::span<const AttentionCubin> cubins);
   ~GpuAttention();
   GpuAttention(const GpuAttention&) = delete;
   GpuAttention& operator=(const GpuAttention&) = delete;
 
   const KernelId& kernel() const noexcept { return id_; }
 
-  // The part of each item, in their order. Blocks are addresses of this GPU, queries are in this process's memory. The
-  // kernels begin after `order`. Throws kArgument and kUnsupported as plan_leaves(), before anything is put into a
-  // stream; kArgument and kState as CudaStream::follow; kOutOfMemory, kDeviceLost. REQUIRES: nothing writes to the
-  // blocks until this returns.
-  std::vector<PartialAttention> attend(const AttendCall& call, const CopyOrder& order);
+  // The tables of a call. Blocks are addresses of this GPU, queries are in this process's memory. Throws as
+  // plan_leaves(), and kUnsupported for another type or head_dim.
+  LeafPlan plan(const AttendCall& call) const;
+  // The part of each item, in their order. Calls `meanwhile` when the GPU has been given its work, and waits for the
+  // GPU after that, also when it throws. Throws what that throws; kOutOfMemory, kDeviceLost. REQUIRES: the plan is of
+  // this call. The blocks have their content, and nothing writes to them until this returns.
+  std::vector<PartialAttention> attend(const AttendCall& call, const LeafPlan& plan,
+                                       const std::function<void()>& meanwhile = {});
 
  private:
   struct Kernel {
-    AttentionCubin cubin;
-    std::unique_ptr<LoadedKernel> loaded;
+    const AttentionCubin cubin;
+    const LoadedKernel loaded;
   };
   // Memory of the GPU, and as much of the host's, page-locked.
   struct Space {
@@ -71,22 +77,25 @@ class GpuAttention {
     std::size_t q, k_blocks, v_blocks, tasks, pairs, uploaded, values, bytes;
   };
 
-  GpuAttention(std::shared_ptr<const CudaContext> context, std::unique_ptr<const ModuleDriver> modules);
+  // REQUIRES: the context is current.
+  GpuAttention(const std::shared_ptr<const CudaContext>& context, const AttentionCubin& leaves,
+               const AttentionCubin& merge);
 
-  const Kernel& kernel_for(const char* name, DType dtype, std::uint32_t head_dim) const;
   static Places places_of(const LeafPlan& plan) noexcept;
   void make_room(std::size_t bytes);
   void upload(const AttendCall& call, const LeafPlan& plan, const Places& places);
-  void launch(const LeafPlan& plan, const Places& places, const Kernel& leaves, const Kernel& merge);
+  void launch(const LeafPlan& plan, const Places& places);
+  void download(const LeafPlan& plan, const Places& places);
   void wait();
   std::vector<PartialAttention> parts_of(const AttendCall& call, const LeafPlan& plan, const Places& places) const;
 
   const std::shared_ptr<const CudaContext> context_;
-  const std::unique_ptr<const ModuleDriver> modules_;
-  KernelId id_;
-  std::vector<Kernel> kernels_;
+  const ModuleDriver modules_;
+  const Kernel leaves_;
+  const Kernel merge_;
+  const KernelId id_;
   std::mutex mutex_;  // guards all below: one call at a time
-  std::optional<CudaStream> stream_;
+  CudaStream stream_;
   std::unique_ptr<Space> space_;
   bool lost_ = false;
 };

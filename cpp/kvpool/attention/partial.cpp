@@ -226,6 +226,22 @@ void PartialAttention::join_siblings() noexcept {
   nodes_.erase(nodes_.begin() + static_cast<std::ptrdiff_t>(count), nodes_.end());
 }
 
+void PartialAttention::join_pieces() noexcept {
+  std::size_t count = 0;  // of nodes that are done, at the front
+  for (std::size_t next = 0; next < nodes_.size(); ++next) {
+    const TokenRange& range = nodes_[next].range;
+    if (count > 0 && nodes_[count - 1].range.end == range.begin && is_piece(nodes_[count - 1].range) &&
+        is_piece(range) && leaf_of(nodes_[count - 1].range.begin) == leaf_of(range.begin)) {
+      absorb(nodes_[count - 1], nodes_[next], shape_);
+      nodes_[count - 1].exact = false;
+      continue;
+    }
+    if (next != count) nodes_[count] = std::move(nodes_[next]);
+    ++count;
+  }
+  nodes_.erase(nodes_.begin() + static_cast<std::ptrdiff_t>(count), nodes_.end());
+}
+
 std::vector<float> PartialAttention::folded() const {
   std::vector<float> all;
   std::size_t end = nodes_.size();

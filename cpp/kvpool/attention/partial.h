@@ -114,6 +114,10 @@ class PartialAttention {
   // Adds what `part` covers. Throws kArgument when the shapes differ, or when both cover a token (begin, end).
   void merge(PartialAttention part);
 
+  // Makes one node of neighbours that are pieces of one leaf, merged from left to right: then the nodes of a range that
+  // was computed in several pieces are those of maximal_nodes().
+  void join_pieces() noexcept;
+
   // Throws kState unless the part covers exactly [0, tokens): when tokens are missing (begin, end of the first gap;
   // tokens), or there are more (covered, tokens).
   void check_covers(std::uint64_t tokens) const;

@@ -102,11 +102,10 @@ void DeviceOrder::poll(std::int64_t deadline_ns, const std::atomic<bool>* cancel
   for (std::int64_t behind_ns = backoff.began_ns(); !query();) {
     const std::int64_t now = PollBackoff::now_ns();
     if (cancelled != nullptr && cancelled->load(std::memory_order_relaxed)) {
-      throw Error(ErrorCode::kCancelled, "the transfer was cancelled");
+      throw Error(ErrorCode::kCancelled, "it was cancelled while it waited for the work of a GPU");
     }
     if (now >= deadline_ns) {
-      throw Error(ErrorCode::kDeadline,
-                  "the transfer's deadline came before the end of the work that it was to follow");
+      throw Error(ErrorCode::kDeadline, "the deadline came before the end of the GPU's work that this was to follow");
     }
     if (!gives_way || !words_unset(*context_)) {
       behind_ns = now;

@@ -59,6 +59,16 @@ void let_go(RemotePart& part) noexcept {
   part.snapshots.clear();
 }
 
+// About how many of the range's tokens, which are in `blocks`, a GPU attends to.
+std::uint64_t tokens_on_gpu(const Pool& pool, const ReadableBlocks& here, const BlockRange& blocks,
+                            const TokenRange& range) noexcept {
+  if (!pool.on_device()) return 0;
+  const auto addresses = here.runs->find(blocks);
+  if (!addresses) return 0;
+  const auto on_gpu = static_cast<std::uint64_t>(std::ranges::count(*addresses, Medium::kHbm, medium_of));
+  return std::min(on_gpu * pool.layout().block_tokens, range.tokens());
+}
+
 std::uint64_t query_begin(std::uint64_t tokens, std::uint32_t query_tokens) noexcept {
   return tokens - std::min<std::uint64_t>(query_tokens, tokens);
 }
@@ -66,16 +76,18 @@ std::uint64_t query_begin(std::uint64_t tokens, std::uint32_t query_tokens) noex
 }  // namespace
 
 std::shared_ptr<Attend> Attend::start(PeerNode& node, Request&& request, std::int64_t until_ns) {
-  auto attend = std::make_shared<Attend>(node, std::move(request));
+  auto attend = std::make_shared<Attend>(node, std::move(request), until_ns);
   attend->send(until_ns);
   return attend;
 }
 
-Attend::Attend(PeerNode& node, Request&& request)
+Attend::Attend(PeerNode& node, Request&& request, std::int64_t until_ns)
     : node_(node), query_heads_(request.query_heads), causal_(request.causal), where_(request.where) {
   Pool& pool = node.pool();
   pool.guard();
   AttendRequest here{request.layer, request.query_heads, request.query_dtype, request.scale, request.causal, {}, {}};
+  here.order = pool.order_of_content(request.stream);
+  here.order_until_ns = until_ns;
   std::uint64_t query_tokens = 0;
   std::uint64_t own_tokens = 0;
   for (std::size_t i = 0; i < request.sequences.size(); ++i) {
@@ -93,7 +105,7 @@ Attend::Attend(PeerNode& node, Request&& request)
       const TokenRange range = entry.sequence->tokens_in(place.blocks, snapshot.tokens);
       if (place.view != nullptr || range.tokens() == 0) continue;
       ranges.push_back(range);
-      own_tokens += range.tokens();
+      own_tokens += range.tokens() - tokens_on_gpu(pool, snapshot.here, place.blocks, range);
     }
     here.entries.push_back({std::move(snapshot.here), std::move(ranges), query_tokens, entry.query_tokens,
                             query_begin(snapshot.tokens, entry.query_tokens), i});
@@ -103,7 +115,6 @@ Attend::Attend(PeerNode& node, Request&& request)
   choose_ways(away, request.where, own_tokens);
   add_entries_here(here, away);
   here.q = std::move(request.q);
-  for (const AttendEntry& entry : here.entries) items_.push_back(std::max<std::size_t>(entry.ranges.size(), 1));
   task_.emplace(pool, std::move(here), query_tokens, node.attender());
   add_remote_parts(request, away);
   make_plan(away);
@@ -209,16 +220,14 @@ void Attend::add_remote_parts(const Request& request, const std::vector<Away>& a
 }
 
 void Attend::make_plan(const std::vector<Away>& away) {
-  const AttendPlan& here = task_->plan();
-  plan_ = {here.kernel, here.threads, std::vector<SequencePlan>(tokens_.size())};
-  auto next = here.items.begin();
-  for (std::size_t entry = 0; entry < items_.size(); ++entry) {
-    AttendPlan::Item& item = plan_.sequences[positions_[entry]].here;
-    for (std::size_t i = 0; i < items_[entry]; ++i, ++next) {
-      item.way = std::max(item.way, next->way);
-      item.head_groups = std::max(item.head_groups, next->head_groups);
-      item.nodes += next->nodes;
-    }
+  plan_ = {task_->kernel(), node_.attender().gpu_kernel(), task_->threads(), std::vector<SequencePlan>(tokens_.size())};
+  for (std::size_t entry = 0; entry < task_->plans().size(); ++entry) {
+    const AttendTask::EntryPlan& of_entry = task_->plans()[entry];
+    SequencePlan& plan = plan_.sequences[positions_[entry]];
+    plan.here.way = std::max(plan.here.way, of_entry.on_cpu.way);
+    plan.here.head_groups = std::max(plan.here.head_groups, of_entry.on_cpu.head_groups);
+    plan.here.nodes += of_entry.on_cpu.nodes;
+    plan.gpu_tokens += of_entry.gpu_tokens;
   }
   for (const Away& one : away) {
     SequencePlan& plan = plan_.sequences[one.position];
@@ -248,8 +257,8 @@ void Attend::send(std::int64_t until_ns) {
     if (failure) on_answer(part, nullptr, &*failure);
   }
   unsent_.clear();
-  const bool nothing_here =
-      std::ranges::all_of(plan_.sequences, [](const SequencePlan& plan) { return plan.here.nodes == 0; });
+  const bool nothing_here = std::ranges::all_of(
+      plan_.sequences, [](const SequencePlan& plan) { return plan.here.nodes == 0 && plan.gpu_tokens == 0; });
   if (nothing_here) return compute();
   node_.attender().start(Priority::kDecode, [self = shared_from_this()] { self->compute(); });
 }

@@ -43,14 +43,16 @@ class Attend : public std::enable_shared_from_this<Attend> {
     AttendWhere where = AttendWhere::kAuto;
     std::vector<Entry> sequences;
     std::vector<std::byte> q;  // [query tokens of all sequences, query head, head_dim]
+    CallerStream stream;       // whose work so far may write to blocks on the GPU; nullopt: that of all streams
   };
 
   // Peers have until `until_ns` (CLOCK_MONOTONIC). Throws kUnsupported with kHere when a peer's memory is not mapped
   // here; kArgument for numbers that do not fit the pool or each other,
-  // kNotOwner for a sequence of another pool, kState for a closed one, kUnsupported as Sequence.
+  // kNotOwner for a sequence of another pool, kState for a closed one, kUnsupported as Sequence and
+  // as plan_leaves(); kArgument for a stream of another device, and any where the pool is not on a GPU.
   static std::shared_ptr<Attend> start(PeerNode& node, Request&& request, std::int64_t until_ns);
 
-  Attend(PeerNode& node, Request&& request);  // use start()
+  Attend(PeerNode& node, Request&& request, std::int64_t until_ns = INT64_MAX);  // use start()
   Attend(const Attend&) = delete;
   Attend& operator=(const Attend&) = delete;
 
@@ -60,7 +62,7 @@ class Attend : public std::enable_shared_from_this<Attend> {
   bool wait(std::int64_t until_ns);
   // Throws kCancelled; kClosed if the pool was closed before it began; kOutOfMemory; kPeerLost if a peer is lost that
   // had a part (see lost()), and what a peer refused it with: kBusy, kStaleAddress (blocks that it recalled),
-  // kDeadline.
+  // kDeadline; kDeadline also when the work of `stream` has not ended in time, kDeviceLost.
   void rethrow_if_failed() const;
   // Ends it with kCancelled. Does nothing and returns false while this pool computes its part, and when it has ended.
   bool cancel() noexcept;
@@ -88,12 +90,14 @@ class Attend : public std::enable_shared_from_this<Attend> {
 
   struct SequencePlan {
     AttendPlan::Item here;
+    std::uint64_t gpu_tokens = 0;                                       // that this pool's GPU attends to
     using Tokens = std::vector<std::pair<std::string, std::uint64_t>>;  // of peers
     Tokens there;                                                       // that each attends to
     Tokens mapped;                                                      // that this pool reads in their memory
   };
   struct Plan {
     KernelId kernel;
+    std::optional<KernelId> gpu_kernel;
     int threads = 1;
     std::vector<SequencePlan> sequences;
   };
@@ -131,7 +135,6 @@ class Attend : public std::enable_shared_from_this<Attend> {
   const AttendWhere where_;
   std::vector<std::uint64_t> query_at_;     // in q, of each sequence
   std::vector<std::size_t> positions_;      // in the batch, of each entry of the task: first all sequences in order
-  std::vector<std::size_t> items_;          // how many the plan has for each entry
   std::optional<AttendTask> task_;          // until it was computed
   std::vector<RemotePart> remote_;          // does not change after send() has begun
   std::vector<Sequence::Snapshot> unsent_;  // until peers have been asked

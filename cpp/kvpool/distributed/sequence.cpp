@@ -13,6 +13,7 @@
 #include "kvpool/peers/peer_node.h"
 #include "kvpool/peers/service.h"
 #include "kvpool/pool/pool.h"
+#include "kvpool/sequences/attender.h"
 
 namespace kvpool {
 namespace {
@@ -95,7 +96,8 @@ Sequence::Sequence(PeerNode& node, std::span<const Address> addresses, std::opti
     : node_(node), block_tokens_(node.pool().layout().block_tokens), made_in_(fork_generation()) {
   node.pool().guard();
   SequenceBlocks::check_pool(node.pool());
-  here_ = std::make_shared<SequenceBlocks>(node.pool(), SequenceBlocks::kApplication);
+  here_ = std::make_shared<SequenceBlocks>(node.pool(), SequenceBlocks::kApplication,
+                                           node.attender().gpu_kernel().has_value());
   removals_ = std::make_shared<Removals>();
   append(addresses, tokens.value_or(addresses.size() * std::uint64_t{block_tokens_}), waiting);
 }

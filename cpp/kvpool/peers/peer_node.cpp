@@ -4,6 +4,7 @@
 #include <optional>
 #include <utility>
 
+#include "kvpool/attend_gpu/gpu_attention.h"
 #include "kvpool/base/clock.h"
 #include "kvpool/base/fork_guard.h"
 #include "kvpool/peers/service.h"
@@ -11,10 +12,23 @@
 #include "kvpool/sequences/attender.h"
 
 namespace kvpool {
+namespace {
 
-PeerNode::PeerNode(std::shared_ptr<Pool> pool, MakeRanks make_ranks, std::int64_t timeout_ns, int attend_threads)
+// Null for a pool without blocks on a GPU that attention can read.
+std::shared_ptr<GpuAttention> load_attention(Pool& pool, std::span<const AttentionCubin> cubins) {
+  const PageFormat& format = pool.layout().format;
+  if (!pool.on_device() || !format.known()) return nullptr;
+  const std::shared_ptr<Arena> hbm = pool.arena(Medium::kHbm);
+  if (hbm->blocks() == 0) return nullptr;
+  return GpuAttention::load(hbm->context(), format.dtype, format.head_dim, cubins);
+}
+
+}  // namespace
+
+PeerNode::PeerNode(std::shared_ptr<Pool> pool, MakeRanks make_ranks, std::int64_t timeout_ns, int attend_threads,
+                   std::span<const AttentionCubin> attend_cubins)
     : pool_(std::move(pool)),
-      attender_(std::make_unique<Attender>(pool_->executor(), attend_threads)),
+      attender_(std::make_unique<Attender>(pool_->executor(), attend_threads, load_attention(*pool_, attend_cubins))),
       make_ranks_(std::move(make_ranks)),
       timeout_ns_(timeout_ns),
       made_in_(fork_generation()) {

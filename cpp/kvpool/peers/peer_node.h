@@ -13,8 +13,10 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <vector>
 
+#include "kvpool/attend_gpu/cubin.h"
 #include "kvpool/base/address.h"
 #include "kvpool/base/error.h"
 #include "kvpool/base/wait.h"
@@ -33,9 +35,10 @@ class PeerNode final : private PoolObserver {
   static constexpr std::int64_t kTimeoutNs = 30'000'000'000;
 
   // `make_ranks`: of cpp/kvpool/ranks. `timeout_ns`: how long verbs wait when they are called without a timeout.
-  // `attend_threads`: that compute attention together.
+  // `attend_threads`: that compute attention together. `attend_cubins`: with which a GPU does. Throws as
+  // GpuAttention::load.
   PeerNode(std::shared_ptr<Pool> pool, MakeRanks make_ranks, std::int64_t timeout_ns = kTimeoutNs,
-           int attend_threads = 1);
+           int attend_threads = 1, std::span<const AttentionCubin> attend_cubins = attention_cubins());
   ~PeerNode();
   PeerNode(const PeerNode&) = delete;
   PeerNode& operator=(const PeerNode&) = delete;

@@ -98,6 +98,11 @@ void Pool::close() noexcept {
   executor_->close();
 }
 
+std::shared_ptr<const DeviceOrder> Pool::order_of_content(const CallerStream& stream) {
+  guard_.check();
+  return memory_->order_of_content(stream);
+}
+
 std::shared_ptr<const DeviceOrder> Pool::order_after(const CallerStream& stream) {
   guard();
   return memory_->order_after(stream);

@@ -180,6 +180,12 @@ std::shared_ptr<const DeviceOrder> PoolMemory::order_now(const CallerStream& str
   return ask_gpu(guard_, [&] { return DeviceOrder::after_now(arena(Medium::kHbm)->context(), stream); });
 }
 
+std::shared_ptr<const DeviceOrder> PoolMemory::order_of_content(const CallerStream& stream) {
+  check_stream(stream);
+  if (!on_device_) return nullptr;
+  return DeviceOrder::after(arena(Medium::kHbm)->context(), stream);
+}
+
 std::shared_ptr<const DeviceOrder> PoolMemory::order_after(const CallerStream& stream) {
   check_stream(stream);
   if (!stream) return nullptr;

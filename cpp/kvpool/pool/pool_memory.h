@@ -68,6 +68,9 @@ class PoolMemory {
   void check_stream(const CallerStream& after);
   // The work that the GPU has been given so far, in that stream or in all. REQUIRES: on_device().
   std::shared_ptr<const DeviceOrder> order_now(const CallerStream& stream);
+  // What has to end before content that the stream's work so far, or without a stream all work, may still write is
+  // read. Null when that is nothing: the memory is not on a GPU. Throws as check_stream().
+  std::shared_ptr<const DeviceOrder> order_of_content(const CallerStream& stream);
   // The order of a transfer after this stream; null without a stream. Throws as check_stream().
   std::shared_ptr<const DeviceOrder> order_after(const CallerStream& stream);
 

@@ -1,5 +1,6 @@
 #include "kvpool/sequences/attend_task.h"
 
+#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -25,12 +26,11 @@ AttendTask::AttendTask(Pool& pool, AttendRequest&& request, std::uint64_t query_
   rows_ = kv_rows(layout.format, layout.block_tokens, request_.layer, /*aggregated=*/false);
   check(pool, query_tokens);
   arenas_ = pool.arenas();
-  for (const AttendEntry& entry : request_.entries) {
-    for (const TokenRange& range : entry.ranges) add_item(entry, range);
-    // So that its numbers are checked, and its part has a shape.
-    if (entry.ranges.empty()) add_item(entry, {});
-  }
-  plan_ = explain(call(), team_);
+  for (const AttendEntry& entry : request_.entries) add_entry(entry);
+  make_plans();
+  if (gpu_.items.empty()) return;
+  gpu_kernels_ = attender.gpu();
+  gpu_plan_ = gpu_kernels_->plan(call(gpu_));
 }
 
 void AttendTask::check(const Pool& pool, std::uint64_t query_tokens) const {
@@ -54,49 +54,90 @@ const LayerPlaces& AttendTask::places_of(const ReadableBlocks& blocks) {
   for (const auto& [spans, places] : places_) {
     if (spans == blocks.spans.get()) return places;
   }
-  const MediaSegments segments =
-      blocks.spans == nullptr ? readable_segments(arenas_) : readable_segments(*blocks.spans);
+  const MediaSegments segments = blocks.spans == nullptr ? segments_of(arenas_) : segments_of(*blocks.spans);
   return places_.emplace_back(blocks.spans.get(), LayerPlaces(pool_.layout(), segments, request_.layer)).second;
 }
 
-// The tokens of `range` are in blocks [first, end) of the sequence.
-void AttendTask::add_item(const AttendEntry& entry, const TokenRange& range) {
+AttendItem AttendTask::item_of(const AttendEntry& entry) const noexcept {
   AttendItem item;
-  item.range = range;
   item.q =
       request_.q.data() + entry.query_at * request_.query_heads * rows_.head_dim * dtype_bytes(request_.query_dtype);
   item.query_tokens = entry.query_tokens;
   item.query_begin = entry.query_begin;
   item.number = entry.number;
-  if (range.tokens() > 0) {
-    const BlockRange blocks = blocks_of(range, rows_.block_tokens);
-    const auto addresses = entry.blocks.runs->find(blocks);
-    if (!addresses) {
-      throw Error(ErrorCode::kStaleAddress,
-                  "some of the blocks with tokens [" + std::to_string(range.begin) + ", " + std::to_string(range.end) +
-                      ") of the sequence are no longer there",
-                  {{"begin", static_cast<std::int64_t>(range.begin)},
-                   {"end", static_cast<std::int64_t>(range.end)},
-                   {"position", static_cast<std::int64_t>(entry.number)}});
-    }
-    const std::size_t n = addresses->size();
-    std::vector<const std::byte*>& table = tables_.emplace_back(2 * n);
-    places_of(entry.blocks).fill(*addresses, table.data(), table.data() + n);
-    item.k_blocks = {table.data(), n};
-    item.v_blocks = {table.data() + n, n};
-    item.table_begin = blocks.first * rows_.block_tokens;
-  }
-  items_.push_back(item);
+  return item;
 }
 
-// K and V of one layer.
+void AttendTask::add_entry(const AttendEntry& entry) {
+  const std::size_t before = pieces_.size();
+  for (const TokenRange& range : entry.ranges) {
+    if (range.tokens() > 0) add_range(entry, range);
+  }
+  // So that its numbers are checked, and its part has a shape.
+  if (pieces_.size() == before) {
+    cpu_.items.push_back(item_of(entry));
+    pieces_.push_back({false, true, false});
+  }
+  pieces_.back().ends_entry = true;
+}
+
+// The tokens of `range` are in blocks [first, first + count) of the sequence. A piece of it has the tokens of blocks
+// [begin, end) of these.
+void AttendTask::add_range(const AttendEntry& entry, const TokenRange& range) {
+  const BlockRange blocks = blocks_of(range, rows_.block_tokens);
+  const auto addresses = entry.blocks.runs->find(blocks);
+  if (!addresses) {
+    throw Error(ErrorCode::kStaleAddress,
+                "some of the blocks with tokens [" + std::to_string(range.begin) + ", " + std::to_string(range.end) +
+                    ") of the sequence are no longer there",
+                {{"begin", static_cast<std::int64_t>(range.begin)},
+                 {"end", static_cast<std::int64_t>(range.end)},
+                 {"position", static_cast<std::int64_t>(entry.number)}});
+  }
+  const std::size_t n = addresses->size();
+  std::vector<const std::byte*>& table = tables_.emplace_back(2 * n);
+  places_of(entry.blocks).fill(*addresses, table.data(), table.data() + n);
+  const bool has_gpu = entry.blocks.spans == nullptr && pool_.on_device();
+  const auto on_gpu = [&](std::size_t block) { return has_gpu && medium_of((*addresses)[block]) == Medium::kHbm; };
+  for (std::size_t begin = 0, end = 0; begin < n; begin = end) {
+    while (end < n && on_gpu(end) == on_gpu(begin)) ++end;
+    AttendItem item = item_of(entry);
+    item.table_begin = (blocks.first + begin) * rows_.block_tokens;
+    item.range.begin = std::max(range.begin, item.table_begin);
+    item.range.end = std::min<std::uint64_t>(range.end, (blocks.first + end) * rows_.block_tokens);
+    item.k_blocks = {table.data() + begin, end - begin};
+    item.v_blocks = {table.data() + n + begin, end - begin};
+    (on_gpu(begin) ? gpu_ : cpu_).items.push_back(item);
+    pieces_.push_back({on_gpu(begin), end == n, false});
+  }
+}
+
+void AttendTask::make_plans() {
+  const AttendPlan on_cpu = explain(call(cpu_), team_);
+  kernel_ = on_cpu.kernel;
+  auto cpu_item = on_cpu.items.begin();
+  auto gpu_item = gpu_.items.begin();
+  EntryPlan plan;
+  for (const Piece& piece : pieces_) {
+    if (piece.on_gpu) {
+      plan.gpu_tokens += (gpu_item++)->range.tokens();
+    } else {
+      plan.on_cpu.way = std::max(plan.on_cpu.way, cpu_item->way);
+      plan.on_cpu.head_groups = std::max(plan.on_cpu.head_groups, cpu_item->head_groups);
+      plan.on_cpu.nodes += (cpu_item++)->nodes;
+    }
+    if (piece.ends_entry) plans_.push_back(std::exchange(plan, {}));
+  }
+}
+
+// K and V of one layer, by the CPU.
 std::uint64_t AttendTask::bytes_read() const noexcept {
   std::uint64_t tokens = 0;
-  for (const AttendItem& item : items_) tokens += item.range.tokens();
+  for (const AttendItem& item : cpu_.items) tokens += item.range.tokens();
   return tokens * kv_token_bytes(pool_.layout().format);
 }
 
-AttendCall AttendTask::call() const noexcept {
+AttendCall AttendTask::call(const Side& side) const noexcept {
   AttendCall call;
   call.kv = rows_;
   call.layer = request_.layer;
@@ -104,7 +145,7 @@ AttendCall AttendTask::call() const noexcept {
   call.query_dtype = request_.query_dtype;
   call.scale = request_.scale;
   call.causal = request_.causal;
-  call.items = items_;
+  call.items = side.items;
   return call;
 }
 
@@ -119,20 +160,58 @@ std::vector<PartialAttention> AttendTask::run(AttendStop* stop) {
   const Attender::Computing computing(attender_);
   const LetGo let_go{*this};
   pool_.guard();
-  const std::int64_t begin_ns = monotonic_ns();
-  std::vector<PartialAttention> parts = merged_by_entry(attend(call(), team_, {}, stop));
-  const std::int64_t end_ns = monotonic_ns();
-  if (!for_peer_) attender_.pace().record(static_cast<double>(bytes_read()), end_ns - begin_ns, end_ns);
-  return parts;
+  if (gpu_kernels_ == nullptr) {
+    const std::int64_t begin_ns = monotonic_ns();
+    compute_on_cpu(stop);
+    const std::int64_t end_ns = monotonic_ns();
+    if (!for_peer_) attender_.pace().record(static_cast<double>(bytes_read()), end_ns - begin_ns, end_ns);
+  } else {
+    compute_on_both(stop);
+  }
+  return merged_by_entry();
 }
 
-std::vector<PartialAttention> AttendTask::merged_by_entry(std::vector<PartialAttention> parts) const {
+void AttendTask::compute_on_cpu(AttendStop* stop) { cpu_.parts = attend(call(cpu_), team_, {}, stop); }
+
+// While the GPU still works on the content, the CPU need not wait for that.
+void AttendTask::compute_on_both(AttendStop* stop) {
+  const bool is_ready = request_.order == nullptr || request_.order->ended();
+  if (!is_ready) compute_on_cpu(stop);
+  try {
+    if (!is_ready) {
+      const std::int64_t until_ns = std::min(request_.order_until_ns, stop != nullptr ? stop->until_ns : INT64_MAX);
+      request_.order->wait(until_ns, &attender_.stopping());
+    }
+    gpu_.parts = gpu_kernels_->attend(call(gpu_), gpu_plan_, [&] {
+      if (is_ready) compute_on_cpu(stop);
+    });
+  } catch (const Error& error) {
+    if (error.code() == ErrorCode::kDeviceLost) pool_.fail(error);
+    throw;
+  }
+}
+
+std::vector<PartialAttention> AttendTask::merged_by_entry() {
   std::vector<PartialAttention> merged;
   merged.reserve(request_.entries.size());
-  std::size_t next = 0;
-  for (const AttendEntry& entry : request_.entries) {
-    merged.push_back(std::move(parts[next++]));
-    for (std::size_t i = 1; i < entry.ranges.size(); ++i) merged.back().merge(std::move(parts[next++]));
+  std::optional<PartialAttention> of_range;
+  bool is_first = true;  // range of its entry
+  for (const Piece& piece : pieces_) {
+    Side& side = piece.on_gpu ? gpu_ : cpu_;
+    PartialAttention& part = side.parts[side.next++];
+    if (of_range) {
+      of_range->merge(std::move(part));
+    } else {
+      of_range = std::move(part);
+    }
+    if (!piece.ends_range) continue;
+    of_range->join_pieces();
+    if (is_first) {
+      merged.push_back(*std::exchange(of_range, std::nullopt));
+    } else {
+      merged.back().merge(*std::exchange(of_range, std::nullopt));
+    }
+    is_first = piece.ends_entry;
   }
   return merged;
 }

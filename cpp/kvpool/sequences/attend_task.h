@@ -1,5 +1,8 @@
 // Attention over blocks of one pool, checked and ready to be computed in any thread.
 //
+// Each range of tokens is cut where the memory changes: what lies on the pool's GPU its kernels compute, and meanwhile
+// the CPU computes the rest.
+//
 // Thread-safety: one thread at a time. Its holder keeps the pool and the Attender.
 #pragma once
 
@@ -11,7 +14,9 @@
 #include <utility>
 #include <vector>
 
+#include "kvpool/attend_gpu/gpu_attention.h"
 #include "kvpool/attention/attend.h"
+#include "kvpool/cuda/order.h"
 #include "kvpool/sequences/layer_places.h"
 #include "kvpool/sequences/readable_blocks.h"
 
@@ -38,6 +43,9 @@ struct AttendRequest {
   bool causal = true;
   std::vector<AttendEntry> entries;
   std::vector<std::byte> q;  // [query token, query head, head_dim]; entries may share query tokens
+  // Blocks on a GPU are read when this has ended; null: they have their content.
+  std::shared_ptr<const DeviceOrder> order = nullptr;
+  std::int64_t order_until_ns = INT64_MAX;  // how long that is waited for (CLOCK_MONOTONIC)
 };
 
 // Of K and V of one token of a layer.
@@ -54,19 +62,45 @@ class AttendTask {
   AttendTask(const AttendTask&) = delete;
   AttendTask& operator=(const AttendTask&) = delete;
 
-  const AttendPlan& plan() const noexcept { return plan_; }  // an item for each range; for an entry without, one
+  // How an entry is carried out.
+  struct EntryPlan {
+    AttendPlan::Item on_cpu;
+    std::uint64_t gpu_tokens = 0;  // that the GPU attends to
+  };
+  KernelId kernel() const noexcept { return kernel_; }  // of the CPU
+  int threads() const noexcept { return team_.threads; }
+  const std::vector<EntryPlan>& plans() const noexcept { return plans_; }
   std::span<const std::byte> queries() const noexcept { return request_.q; }
-  // Computes the part of each entry, and lets the blocks go, also when it throws. Throws kClosed when the pool is
-  // closed, kOutOfMemory; kCancelled and kDeadline as `stop` says. Called once.
+  // Computes the part of each entry, and lets the blocks go, also when it throws. The nodes of a part are those of its
+  // ranges (maximal_nodes), however they were cut. Throws kClosed when the pool is closed, kOutOfMemory; kDeadline when
+  // `order` has not ended in time; kDeviceLost, and then the pool fails; kCancelled and kDeadline as `stop` says.
+  // Called once.
   std::vector<PartialAttention> run(AttendStop* stop = nullptr);
 
  private:
   void check(const Pool& pool, std::uint64_t query_tokens) const;
   const LayerPlaces& places_of(const ReadableBlocks& blocks);
-  void add_item(const AttendEntry& entry, const TokenRange& range);
+  // Items that one kind of memory holds, and what they make.
+  struct Side {
+    std::vector<AttendItem> items;
+    std::vector<PartialAttention> parts;
+    std::size_t next = 0;  // of `parts`, to be merged
+  };
+  // A range of an entry: so many items, each on one side.
+  struct Piece {
+    bool on_gpu;
+    bool ends_range;  // it is the last of its range
+    bool ends_entry;
+  };
+  AttendItem item_of(const AttendEntry& entry) const noexcept;
+  void add_entry(const AttendEntry& entry);
+  void add_range(const AttendEntry& entry, const TokenRange& range);
+  void make_plans();
   std::uint64_t bytes_read() const noexcept;
-  AttendCall call() const noexcept;
-  std::vector<PartialAttention> merged_by_entry(std::vector<PartialAttention> parts) const;
+  AttendCall call(const Side& side) const noexcept;
+  void compute_on_cpu(AttendStop* stop);
+  void compute_on_both(AttendStop* stop);
+  std::vector<PartialAttention> merged_by_entry();
 
   Pool& pool_;
   Attender& attender_;
@@ -76,9 +110,14 @@ class AttendTask {
   std::vector<std::pair<const MediaSpans*, LayerPlaces>> places_;  // of each memory that entries lie in
   MediumMap<std::shared_ptr<Arena>> arenas_;                       // kept until it was computed
   std::vector<std::vector<const std::byte*>> tables_;              // K, then V, of each item
-  std::vector<AttendItem> items_;                                  // one for each range of each entry
+  Side cpu_;
+  Side gpu_;
+  std::vector<Piece> pieces_;  // in the order of the entries and their ranges
   KVRows rows_;
-  AttendPlan plan_;
+  KernelId kernel_;
+  std::vector<EntryPlan> plans_;
+  std::shared_ptr<GpuAttention> gpu_kernels_;  // null: nothing is on the GPU
+  LeafPlan gpu_plan_;
 };
 
 }  // namespace kvpool

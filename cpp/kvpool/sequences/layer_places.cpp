@@ -6,16 +6,16 @@
 
 namespace kvpool {
 
-MediaSegments readable_segments(const MediumMap<std::shared_ptr<Arena>>& arenas) noexcept {
+MediaSegments segments_of(const MediumMap<std::shared_ptr<Arena>>& arenas) noexcept {
   MediaSegments segments;
   for (const Medium medium : kMedia) {
     const Arena* const arena = arenas[medium].get();
-    if (arena != nullptr && arena->blocks() > 0 && !arena->on_device()) segments[medium] = arena->segments();
+    if (arena != nullptr && arena->blocks() > 0) segments[medium] = arena->segments();
   }
   return segments;
 }
 
-MediaSegments readable_segments(const MediaSpans& spans) noexcept {
+MediaSegments segments_of(const MediaSpans& spans) noexcept {
   MediaSegments segments;
   for (const Medium medium : kMedia) {
     if (spans[medium].blocks > 0) segments[medium] = spans[medium].segments;

@@ -16,10 +16,10 @@
 
 namespace kvpool {
 
-// The segments of each medium whose blocks this process can read; none of the others.
+// The segments of each medium that has blocks here, in this process's memory or on its GPU; none of the others.
 using MediaSegments = MediumMap<std::span<const Segment>>;
-MediaSegments readable_segments(const MediumMap<std::shared_ptr<Arena>>& arenas) noexcept;
-MediaSegments readable_segments(const MediaSpans& spans) noexcept;
+MediaSegments segments_of(const MediumMap<std::shared_ptr<Arena>>& arenas) noexcept;
+MediaSegments segments_of(const MediaSpans& spans) noexcept;
 
 class LayerPlaces {
  public:

@@ -136,14 +136,14 @@ void SequenceBlocks::hold(const std::vector<Added>& added) const {
 void SequenceBlocks::hold(std::span<const Address> addresses) const {
   PeerClaims& claims = pool_.for_peers();
   claims.hold_for_reading(addresses.data(), addresses.size(), reader_);
-  if (!pool_.on_device()) return;
+  if (with_gpu_ || !pool_.on_device()) return;
   const auto on_gpu = std::ranges::find(addresses, Medium::kHbm, medium_of);
   if (on_gpu == addresses.end()) return;
   claims.release_reading(addresses.data(), addresses.size());
   const auto position = on_gpu - addresses.begin();
   throw Error(ErrorCode::kUnsupported,
               "address " + std::to_string(*on_gpu) + " (position " + std::to_string(position) +
-                  "): the block is on a GPU, whose memory attention on the CPU cannot read",
+                  "): the block is on a GPU, and this build has no kernels of attention for it",
               {{"address", static_cast<std::int64_t>(*on_gpu)}, {"position", position}});
 }
 

@@ -36,8 +36,9 @@ class SequenceBlocks : public std::enable_shared_from_this<SequenceBlocks> {
   static constexpr std::uint64_t kApplication = 0;
 
   // `reader`: the incarnation of the peer that reads, which may not read blocks lent to another peer; kApplication.
-  // REQUIRES: check_pool().
-  SequenceBlocks(Pool& pool, std::uint64_t reader) : pool_(pool), reader_(reader), made_in_(fork_generation()) {}
+  // `with_gpu`: attention can read blocks that are on the pool's GPU. REQUIRES: check_pool().
+  SequenceBlocks(Pool& pool, std::uint64_t reader, bool with_gpu)
+      : pool_(pool), reader_(reader), with_gpu_(with_gpu), made_in_(fork_generation()) {}
   ~SequenceBlocks() { close(); }
   SequenceBlocks(const SequenceBlocks&) = delete;
   SequenceBlocks& operator=(const SequenceBlocks&) = delete;
@@ -46,8 +47,9 @@ class SequenceBlocks : public std::enable_shared_from_this<SequenceBlocks> {
   // kernel, blocks in ranks.
   static void check_pool(const Pool& pool);
 
-  // Throws kArgument when one of these blocks has an address already, kUnsupported for a block on a GPU, kState when
-  // this is closed, and kStaleAddress, kNotOwner, kState as a transfer of these blocks would.
+  // Throws kArgument when one of these blocks has an address already, kUnsupported for a block on a GPU that
+  // attention cannot read, kState when this is closed, and kStaleAddress, kNotOwner, kState as a transfer of these
+  // blocks would.
   void add(std::uint64_t first, std::span<const Address> addresses) { exchange({}, {{first, addresses}}); }
   // Removes the blocks of ascending ranges, and adds others, at once. Throws as add().
   struct Added {
@@ -86,6 +88,7 @@ class SequenceBlocks : public std::enable_shared_from_this<SequenceBlocks> {
 
   Pool& pool_;
   const std::uint64_t reader_;
+  const bool with_gpu_;
   const std::uint32_t made_in_;  // fork generation: in a child nothing is let go, and no lock is taken for that
   mutable std::mutex mutex_;     // guards all below; taken before the pool's locks
   std::shared_ptr<const BlockRuns> runs_ = std::make_shared<BlockRuns>();  // readings share it, so it is never

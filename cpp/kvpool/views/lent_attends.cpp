@@ -39,6 +39,10 @@ struct LentAttends::Job {
   bool ended = false;
 };
 
+bool LentAttends::reads_gpu() const noexcept { return attender_.gpu_kernel().has_value(); }
+
+const std::atomic<bool>& LentAttends::stopping() const noexcept { return attender_.stopping(); }
+
 void LentAttends::admit(std::uint64_t peer) {
   if (most_ == 0) throw Error(ErrorCode::kUnsupported, "this pool computes no attention for its peers");
   const std::lock_guard lock(mutex_);
@@ -81,7 +85,7 @@ void LentAttends::carry_out(Job& job) noexcept {
     const std::int64_t begin_ns = monotonic_ns();
     AttendTask task(pool_, std::move(job.request), job.query_tokens, attender_, /*for_peer=*/true);
     std::vector<PartialAttention> parts = task.run(&job.stop);
-    AttendedBody body{job.body.layer, task.plan().kernel, {}};
+    AttendedBody body{job.body.layer, {}};
     for (std::size_t i = 0; i < parts.size(); ++i) {
       body.items.push_back({job.body.items[i].view, std::move(parts[i]).take_nodes()});
     }

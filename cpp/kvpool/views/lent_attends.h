@@ -33,6 +33,9 @@ class LentAttends {
   // moved to the request, whose entries are those of `body`. Throws kBusy when too many run or wait, std::bad_alloc.
   void start(std::uint64_t peer, const CallPointer& call, AttendBody&& body, AttendRequest&& request);
   bool computes() const noexcept { return most_ > 0; }
+  bool reads_gpu() const noexcept;  // that of the pool
+  // Set when the pool is about to close.
+  const std::atomic<bool>& stopping() const noexcept;
   // Returns when all have ended. Idempotent.
   void stop() noexcept { calls_.stop(); }
 

@@ -7,6 +7,7 @@
 
 #include "kvpool/base/error.h"
 #include "kvpool/base/failure.h"
+#include "kvpool/cuda/order.h"
 #include "kvpool/pool/pool.h"
 #include "kvpool/transfer/loan_watch.h"
 #include "kvpool/transfer/verbs.h"
@@ -24,7 +25,7 @@ constexpr std::int64_t kRetryAfterUs = 100'000;  // sequences last long
 void PeerViews::serve(PeerCalls& calls) {
   const auto self = shared_from_this();
   calls.serve(kViewVerb, PeerCalls::Runs::kLater, [self](const CallPointer& call, Bytes&& request) {
-    self->on_view(read_view(request));
+    self->on_view(read_view(request), call->deadline_ns());
     call->answer({});
   });
   calls.serve(kUnviewVerb, PeerCalls::Runs::kLater, [self](const CallPointer& call, Bytes&& request) {
@@ -44,7 +45,7 @@ std::shared_ptr<SequenceBlocks> PeerViews::find(std::uint64_t view) const {
 }
 
 // Calls of one peer that change its views run one after another; a recall and the end of the link may come meanwhile.
-void PeerViews::on_view(const ViewBody& body) {
+void PeerViews::on_view(const ViewBody& body, std::int64_t until_ns) {
   SequenceBlocks::check_pool(pool_);
   if (!attends_.computes() && !(by_mapping_ && body.by_mapping)) {
     throw Error(ErrorCode::kUnsupported, "this pool computes no attention for its peers");
@@ -53,7 +54,7 @@ void PeerViews::on_view(const ViewBody& body) {
   if (body.addresses.empty() || body.first + body.addresses.size() > blocks_max) {
     throw Error(ErrorCode::kProtocol, "the peer views block " + std::to_string(body.first) + " of a sequence");
   }
-  auto blocks = std::make_shared<SequenceBlocks>(pool_, incarnation_);
+  auto blocks = std::make_shared<SequenceBlocks>(pool_, incarnation_, attends_.reads_gpu());
   {
     const std::lock_guard lock(mutex_);
     if (lost_) throw Error(ErrorCode::kPeerLost, "the link has ended");
@@ -73,6 +74,7 @@ void PeerViews::on_view(const ViewBody& body) {
   }
   try {
     blocks->add(body.first, body.addresses);
+    await_content(*blocks, body, until_ns);
   } catch (...) {
     const std::lock_guard lock(mutex_);
     if (blocks->blocks() == 0) views_.erase(body.view);
@@ -80,6 +82,19 @@ void PeerViews::on_view(const ViewBody& body) {
   }
   const std::lock_guard lock(mutex_);
   blocks_ += body.addresses.size();
+}
+
+// Once, and not for each attention: blocks that were cached may still be filled by the engine's work on the GPU, and
+// what peers write has arrived when they may name it.
+void PeerViews::await_content(SequenceBlocks& blocks, const ViewBody& body, std::int64_t until_ns) const {
+  if (!pool_.on_device() || std::ranges::find(body.addresses, Medium::kHbm, medium_of) == body.addresses.end()) return;
+  try {
+    if (const auto order = pool_.order_of_content({})) order->wait(until_ns, &attends_.stopping());
+  } catch (const Error& error) {
+    blocks.remove({body.first, body.addresses.size()});
+    if (error.code() == ErrorCode::kDeviceLost) pool_.fail(error);
+    throw;
+  }
 }
 
 void PeerViews::on_unview(const UnviewBody& body) {

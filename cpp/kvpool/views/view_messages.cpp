@@ -16,8 +16,9 @@ namespace {
 enum ViewBit : std::uint8_t { kByMapping = 1 };
 enum AttendBit : std::uint8_t { kCausal = 1, kHasScale = 2 };
 
-constexpr std::size_t kItemBytes = sizeof(std::uint64_t) + sizeof(std::uint32_t);     // of an answer
-constexpr std::size_t kNodeBytes = 2 * sizeof(std::uint64_t) + sizeof(std::uint8_t);  // and its values
+constexpr std::size_t kItemBytes = sizeof(std::uint64_t) + sizeof(std::uint32_t);         // of an answer
+constexpr std::size_t kNodeBytes = 2 * sizeof(std::uint64_t) + 3 * sizeof(std::uint8_t);  // and its values
+constexpr std::uint8_t kSeveralKernels = 0xff;
 
 [[noreturn]] void malformed(const std::string& what) {
   throw Error(ErrorCode::kProtocol, "a message from the peer is malformed: " + what);
@@ -57,8 +58,15 @@ std::vector<TokenRange> read_ranges(WireReader& in) {
   return ranges;
 }
 
-std::vector<PartialNode> read_nodes(WireReader& in, const PartialShape& shape, const KernelId& kernel,
-                                    std::span<const TokenRange> asked) {
+std::optional<KernelId> read_kernel(WireReader& in) {
+  const auto isa = in.number<std::uint8_t>();
+  const auto version = in.number<std::uint8_t>();
+  if (isa == kSeveralKernels) return std::nullopt;
+  if (isa > static_cast<std::uint8_t>(kAttentionIsaMax)) malformed("kernel " + std::to_string(isa));
+  return KernelId{static_cast<AttentionIsa>(isa), version};
+}
+
+std::vector<PartialNode> read_nodes(WireReader& in, const PartialShape& shape, std::span<const TokenRange> asked) {
   std::vector<PartialNode> nodes;
   const auto next_node = [&](const TokenRange& range) {
     if (in.number<std::uint64_t>() != range.begin || in.number<std::uint64_t>() != range.end) {
@@ -66,7 +74,8 @@ std::vector<PartialNode> read_nodes(WireReader& in, const PartialShape& shape, c
     }
     const auto exact = in.number<std::uint8_t>();
     if (exact > 1) malformed("unknown flags " + std::to_string(exact));
-    PartialNode node{range, kernel, exact == 1, std::vector<float>(PartialNode::floats(shape))};
+    PartialNode node{range, read_kernel(in), exact == 1, std::vector<float>(PartialNode::floats(shape))};
+    if (node.exact && !node.kernel) malformed("an exact node of several kernels");
     const auto bytes = in.take(node.values.size() * sizeof(float));
     std::memcpy(node.values.data(), bytes.data(), bytes.size());
     nodes.push_back(std::move(node));
@@ -194,16 +203,15 @@ Bytes write_body(const AttendedBody& body) {
   }
   out.reserve(kAttendedHeaderBytes + body.items.size() * kItemBytes + floats * sizeof(float));
   WireWriter writer(out);
-  writer.number(body.layer)
-      .number(static_cast<std::uint8_t>(body.kernel.isa))
-      .number(body.kernel.version)
-      .number(static_cast<std::uint32_t>(body.items.size()));
+  writer.number(body.layer).number(static_cast<std::uint32_t>(body.items.size()));
   for (const AttendedBody::Item& item : body.items) {
     writer.number(item.view).number(static_cast<std::uint32_t>(item.nodes.size()));
     for (const PartialNode& node : item.nodes) {
       writer.number(node.range.begin)
           .number(node.range.end)
           .number(static_cast<std::uint8_t>(node.exact ? 1 : 0))
+          .number(node.kernel ? static_cast<std::uint8_t>(node.kernel->isa) : kSeveralKernels)
+          .number(node.kernel ? node.kernel->version : std::uint8_t{0})
           .raw(node.values.data(), node.values.size() * sizeof(float));
     }
   }
@@ -215,14 +223,11 @@ AttendedBody read_attended(std::span<const std::byte> bytes, const AttendBody& a
   AttendedBody body;
   body.layer = in.number<std::uint32_t>();
   if (body.layer != asked.layer) malformed("attention of layer " + std::to_string(body.layer));
-  const auto isa = in.number<std::uint8_t>();
-  if (isa > static_cast<std::uint8_t>(kAttentionIsaMax)) malformed("kernel " + std::to_string(isa));
-  body.kernel = {static_cast<AttentionIsa>(isa), in.number<std::uint8_t>()};
   if (in.number<std::uint32_t>() != asked.items.size()) malformed("parts of another number of sequences");
   for (const AttendBody::Item& item : asked.items) {
     if (in.number<std::uint64_t>() != item.view) malformed("a part of another view");
     const PartialShape shape{item.query_tokens, asked.query_heads, head_dim};
-    body.items.push_back({item.view, read_nodes(in, shape, body.kernel, item.ranges)});
+    body.items.push_back({item.view, read_nodes(in, shape, item.ranges)});
   }
   in.finish();
   return body;

@@ -49,7 +49,6 @@ struct AttendBody {
 
 struct AttendedBody {
   std::uint32_t layer = 0;
-  KernelId kernel;
   // Of each item: view, and the nodes of its part.
   struct Item {
     std::uint64_t view = 0;

@@ -17,8 +17,8 @@ __all__ = ["Attend"]
 
 def _explain(self: Attend) -> AttendPlan:
     """How the call is carried out. Does not wait."""
-    kernel, threads, sequences = self._plan()
-    return AttendPlan(kernel, threads, tuple(SequencePlan(*item) for item in sequences))
+    kernel, gpu_kernel, threads, sequences = self._plan()
+    return AttendPlan(kernel, gpu_kernel, threads, tuple(SequencePlan(*item) for item in sequences))
 
 
 def _await(self: Attend) -> Generator[Any, None, PartialAttention]:

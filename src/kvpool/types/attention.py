@@ -20,6 +20,7 @@ class SequencePlan:
         nodes: Into how many ranges the tokens are divided.
         there: Peers that compute a part, and over how many tokens each; the rest is computed here.
         mapped: Peers whose memory is read from here, and how many tokens of each.
+        on_gpu: Over how many tokens this pool's GPU computes.
     """
 
     way: Literal["heads", "leaves", "leaves_and_merges"]
@@ -27,6 +28,7 @@ class SequencePlan:
     nodes: int
     there: tuple[tuple[str, int], ...] = ()
     mapped: tuple[tuple[str, int], ...] = ()
+    on_gpu: int = 0
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,13 @@ class AttendPlan:
     """How a call of `Pool.attend` is carried out.
 
     Attributes:
-        kernel: The kernel, by instruction set and version: "avx512/1".
+        kernel: The CPU's kernel, by instruction set and version: "avx512/1".
+        gpu_kernel: That of the pool's GPU, "sm90/1"; None: attention reads no blocks there.
         threads: How many threads share the work.
         sequences: How each sequence's part is shared out.
     """
 
     kernel: str
+    gpu_kernel: str | None
     threads: int
     sequences: tuple[SequencePlan, ...]
