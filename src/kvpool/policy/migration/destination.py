@@ -156,7 +156,7 @@ class Destination:
         """
         if self.state == "decoding" or self.by_proof:
             self.state, self.by_proof = "released", not ended
-        else:
+        elif not self.ready:  # else all is here, and it is decoded: its source has let it go
             self.fail(why)
 
     def says(self, number: int) -> DestinationSays:

@@ -1,0 +1,212 @@
+"""One request leaves: its source's thread, from the offer until the destination decodes, or until it stays."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from kvpool.control.migration.engine import MigratingEngine, RequestProgress, Stopped
+from kvpool.control.migration.evidence import Evidence
+from kvpool.control.migration.handle import Migrated, Migration
+from kvpool.control.migration.talking import Dialogue, Timing
+from kvpool.errors import Cancelled, DeadlineExceeded, Error, OutOfBlocks, PeerLost, StateError
+from kvpool.policy import migration as policy
+
+__all__ = ["Leaving"]
+
+_log = logging.getLogger("kvpool.migration")
+
+
+class Leaving:
+    """One request that leaves. `run` is its thread's work.
+
+    Args:
+        source: The protocol.
+        handle: Is told how it goes.
+        engine: Has the request.
+        dialogue: With the destination.
+        evidence: Of the destination's end.
+        timing: Of the protocol.
+        deadline: When the request is to be there, by `time.monotonic`.
+        block_bytes: Of one block.
+        ended: Called at the end.
+    """
+
+    def __init__(
+        self,
+        source: policy.Source,
+        handle: Migration,
+        engine: MigratingEngine,
+        dialogue: Dialogue[policy.DestinationSays],
+        evidence: Evidence,
+        timing: Timing,
+        deadline: float,
+        block_bytes: int,
+        ended: Callable[[Leaving, Migrated | Exception], None],
+    ) -> None:
+        self.source = source
+        self.handle = handle
+        self.dialogue = dialogue
+        self._engine = engine
+        self._evidence = evidence
+        self._timing = timing
+        self._deadline = deadline
+        self._block_bytes = block_bytes
+        self._ended = ended
+        self._began = time.monotonic()
+        self._stopped: Stopped | None = None
+        self._stopped_at = 0.0
+        self._torn: Exception | None = None
+        self._failure: Exception | None = None  # why it stays, if the protocol does not know
+
+    def tear_off(self, why: Exception) -> None:
+        """Ends the thread, and the handle with this error. A request that was handed over stays in doubt here."""
+        self._torn = why
+        self.dialogue.wake()
+
+    def run(self) -> None:
+        """Until it has ended here."""
+        source = self.source
+        news = True
+        try:
+            while not source.ended:
+                try:
+                    self.dialogue.speak(news=news)
+                except Error as error:  # it fits into no message
+                    self._keep(error)
+                    continue
+                self.dialogue.pause(self._next_s())
+                before = source.state
+                self._hear()
+                news = self._advance() or source.state != before
+        except Exception as error:  # the pool was closed
+            self._keep(error)
+        finally:
+            self._finish()
+
+    def _hear(self) -> None:
+        source, peer = self.source, self.dialogue.peer
+        heard = self.dialogue.read()
+        if self._torn is not None:
+            raise self._torn
+        if (proof := self._evidence.of(peer, source.id.destination)) is not None:
+            # What it said has died with it, also if it was that it decodes: the request is here.
+            source.gone(f"{peer} is gone: {proof}")
+            self._failure = PeerLost(f"{peer} was lost while request {source.request!r} went there", peer=peer)
+        for said in heard:
+            source.hear(said)
+        if self.handle._cancelled:
+            self._keep(Cancelled(f"the migration of request {source.request!r} was cancelled"))
+        elif time.monotonic() >= self._deadline:
+            late = DeadlineExceeded(f"request {source.request!r} did not reach {peer} in time")
+            self._keep(late)
+            if not source.ended:
+                self.handle._end(late)  # who has it is known later: `state` says so
+        elif source.state == "handed" and time.monotonic() >= self._stopped_at + self._timing.stop_s:
+            self._keep(StateError(f"{peer} did not go on with request {source.request!r} in time"))
+
+    def _keep(self, why: Exception) -> None:
+        """Keeps the request here, or asks for it."""
+        if not self.source.ended:
+            self._failure = self._failure or why
+            if not self.source.cancel(str(why)):
+                self.source.withdraw()
+
+    def _advance(self) -> bool:
+        """Begins the next round, or stops the request and hands it over. Whether there is news for the destination."""
+        source = self.source
+        if not source.round_over():
+            return False
+        try:
+            found = self._engine.progress(source.request)
+            if found is None:
+                self._keep(StateError(f"request {source.request!r} has ended here"))
+            elif source.advance(_progress(found)):
+                self._stop()
+        except Exception as error:  # whatever the engine raises: the request stays
+            _log.exception("request %r cannot leave", source.request, extra={"peer": self.dialogue.peer})
+            self._keep(error)
+        return True
+
+    def _stop(self) -> None:
+        source = self.source
+        self._stopped_at = time.monotonic()
+        stopped = self._engine.stop(source.request)
+        if stopped is None:
+            self._keep(StateError(f"request {source.request!r} has ended here"))
+            return
+        self._stopped = stopped
+        source.hand_over(_progress(stopped), stopped.state)
+        self.handle._note("handed over")
+
+    def _next_s(self) -> float:
+        """Until something is to be done without a word of the destination."""
+        now = time.monotonic()
+        until = self._deadline if self.source.may_cancel else self._stopped_at + self._timing.stop_s
+        return max(until - now, 0.0) if until > now else self._timing.repeat_s
+
+    def _finish(self) -> None:
+        """The engine frees the request, or goes on with it; then the destination is told."""
+        source, handle = self.source, self.handle
+        now = time.monotonic()
+        outcome: Migrated | Exception
+        if source.state == "released":
+            handle._note("there")
+            self._tell_engine(lambda: self._engine.release(source.request))
+            outcome = self._result(now)
+        elif source.state != "back":  # torn off: only the destination knows
+            outcome = self._failure_of()
+        else:
+            handle._note("here")
+            if self._stopped is not None:
+                self._tell_engine(lambda: self._engine.resume(source.request, source.term))
+            outcome = self._failure_of()
+        try:
+            self.dialogue.finish()
+        except Error as error:
+            _log.warning("%s was not told the end of a migration: %s", self.dialogue.peer, error)
+        self._ended(self, outcome)
+        handle._end(outcome)
+
+    def _tell_engine(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception:
+            _log.exception("the engine failed at the end of the migration of %r", self.source.request)
+
+    def _result(self, now: float) -> Migrated:
+        heard, stopped = self.source.heard, self._stopped
+        assert heard is not None
+        assert stopped is not None
+        return Migrated(
+            "tokens" if heard.way == "tokens" else "kv",
+            len(stopped.tokens),
+            heard.sent,
+            heard.cached,
+            heard.sent * self._block_bytes,
+            self.source.rounds + 1,
+            now - self._stopped_at,
+            now - self._began,
+        )
+
+    def _has_ended(self) -> bool:
+        try:
+            return self._engine.progress(self.source.request) is None
+        except Exception:
+            _log.exception("the engine failed at the end of the migration of %r", self.source.request)
+            return False
+
+    def _failure_of(self) -> Exception:
+        source, heard = self.source, self.source.heard
+        if self._failure is not None:
+            return self._failure
+        if heard is not None and heard.full:
+            return OutOfBlocks(f"{self.dialogue.peer} has no room for request {source.request!r}: {source.why}")
+        if self._stopped is None and self._has_ended():  # its blocks were freed under the destination's fetch
+            return StateError(f"request {source.request!r} has ended here")
+        return StateError(f"request {source.request!r} stays here: {source.why}")
+
+
+def _progress(found: RequestProgress | Stopped) -> policy.Progress:
+    return policy.Progress(found.tokens, found.whole, found.blocks)

@@ -1,0 +1,403 @@
+"""Live migration of the requests of an engine: `Migrations`, the one call for engine authors."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Final, get_args
+
+from kvpool.cluster import Cluster
+from kvpool.control.migration.arriving import Arriving, Budget, make_room
+from kvpool.control.migration.engine import MigratingEngine
+from kvpool.control.migration.evidence import Evidence, Proof
+from kvpool.control.migration.handle import Migrated, Migration
+from kvpool.control.migration.leaving import Leaving
+from kvpool.control.migration.mailbox import NAMESPACE, Mailbox
+from kvpool.control.migration.talking import Dialogue, Timing
+from kvpool.control.migration.totals import MigrationTotals, Tally
+from kvpool.errors import ArgumentError, Busy, ClosedError, Error, OutOfBlocks, PeerLost, StateError
+from kvpool.policy import migration as policy
+from kvpool.pool import Pool
+from kvpool.transfer import Received, ReceivedCallback
+from kvpool.types import HBM, Medium
+
+__all__ = ["Migrations"]
+
+_log = logging.getLogger("kvpool.migration")
+
+_GROWTH_BLOCKS: Final = 2  # room for a request whose engine does not say how much it needs
+_ARRIVALS_MAX: Final = 8
+_RETRY_US: Final = 100_000
+
+
+class Migrations:
+    """Moves requests of an engine to other engines while they decode, and takes in those that come.
+
+    The pool must have peers: listen, connect or attach first. Each engine that requests come from or go to has one of
+    these. It takes the pool's inbox, unless `take_inbox` is False: then give every item of it to `take`. It keeps one
+    block of the pool. A context manager; thread-safe.
+
+    Args:
+        pool: Of the engine.
+        engine: Has the requests.
+        cluster: Of the pool, if it is in one: its leases prove which members are gone.
+        medium: Where requests that come get their blocks.
+        costs: What was measured of links to here and of prefills here: by it, requests that come with "auto" go the way
+            that takes less. None: they go by KV.
+        bytes_per_s: What rounds of all requests that come may take of the links; None: no bound. Background transfers
+            wait for others in any case, but share the wire with those of other pools.
+        rules: When rounds end.
+        timing: Of the protocol.
+        arrivals_max: So many requests may be on their way to here; others are refused.
+        gone: Asked whether an incarnation of a peer has ended or is fenced, with the name and the number, if neither
+            this host nor the cluster proves it.
+        on_received: Gets the items of the inbox that are no messages of migrations.
+        take_inbox: False: the engine reads the inbox, and gives items to `take`.
+
+    Raises:
+        StateError: The pool has no peers yet, or something else takes its inbox.
+        OutOfBlocks: It has no block left.
+        ArgumentError: A value out of range.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        engine: MigratingEngine,
+        *,
+        cluster: Cluster | None = None,
+        medium: Medium = HBM,
+        costs: policy.WayCosts | None = None,
+        bytes_per_s: float | None = None,
+        rules: policy.StopRules | None = None,
+        timing: Timing | None = None,
+        arrivals_max: int = _ARRIVALS_MAX,
+        gone: Callable[[str, int], Proof | None] | None = None,
+        on_received: Callable[[Received], object] | None = None,
+        take_inbox: bool = True,
+    ) -> None:
+        if pool.peers.name is None:
+            raise StateError("migrations: the pool has no peers yet: listen, connect or attach first")
+        self._pool = pool
+        self._engine = engine
+        self._medium = Medium(medium)
+        self._costs = costs
+        self._rules = rules or policy.StopRules()
+        self._timing = timing or Timing()
+        self._arrivals_max = arrivals_max
+        self._on_received = on_received
+        self._budget = Budget(bytes_per_s)
+        self._evidence = Evidence(pool, cluster, gone)
+        self._tally = Tally()
+        self._lock = threading.Lock()  # of what follows; held briefly
+        self._incarnation = pool._incarnation()
+        self._departures = policy.Departures(self._incarnation)
+        self._arrivals = policy.Arrivals(self._incarnation)
+        self._leaving: dict[policy.MigrationId, Leaving] = {}
+        self._arriving: dict[policy.MigrationId, Arriving] = {}
+        self._offered: set[policy.MigrationId] = set()  # that a thread looks at
+        self._threads: set[threading.Thread] = set()
+        self._closed = False
+        self._mailbox = Mailbox(pool)
+        try:
+            self._callback: ReceivedCallback | None = pool.inbox.on_received(self._receive) if take_inbox else None
+        except BaseException:
+            self._mailbox.close()
+            raise
+
+    def migrate(self, request: str, to: str, *, by: policy.Way = "auto", timeout: float | None = None) -> Migration:
+        """Begins to move a request to the engine of a peer. It goes on decoding here until the last step of the move.
+
+        Args:
+            request: Its name, by which the engine knows it; the same at both ends.
+            to: The peer's name.
+            by: "kv": its blocks are copied, but for the prefix that is cached there. "tokens": it is prefilled there,
+                but for that prefix. "auto": the destination chooses what takes less.
+            timeout: Seconds until it has to be there; None: the pool's setting ``timeout_s``.
+
+        Returns:
+            A handle: wait, await, cancel, state. If it fails the request goes on here, unless `state` says otherwise.
+
+        Raises:
+            StateError: The engine does not have the request, or it is on its way already.
+            Busy: It has just come, and its source does not know that yet.
+            PeerLost: There is no such peer.
+            ArgumentError: A wrong way or timeout.
+            ClosedError: This is closed, or the pool.
+        """
+        if by not in get_args(policy.Way):
+            raise ArgumentError(f"by is {by!r}; it must be one of {', '.join(get_args(policy.Way))}")
+        seconds = self._pool.settings.timeout_s if timeout is None else timeout
+        if not seconds > 0:
+            raise ArgumentError(f"timeout is {timeout}; it must be above 0")
+        if self._closed:
+            raise ClosedError("the migrations of this pool were closed")
+        deadline = time.monotonic() + seconds
+        destination = self._find(to, seconds)
+        found = self._engine.progress(request)
+        if found is None:
+            raise StateError(f"the engine does not have request {request!r}")
+        size = self._pool.kv_layout.block_tokens
+        room = found.room or len(found.tokens) + _GROWTH_BLOCKS * size
+        handle = Migration(request, to)
+        with self._lock:
+            self._check_free(request)
+            source = policy.Source(
+                self._departures.next_id(destination),
+                request,
+                found.namespace,
+                by,
+                found.term,
+                room,
+                policy.Progress(found.tokens, found.whole, found.blocks),
+                size,
+                self._rules,
+            )
+            dialogue: Dialogue[policy.DestinationSays] = Dialogue(self._mailbox, to, self._timing, source.says)
+            handle._waker = dialogue.wake
+            leaving = Leaving(
+                source,
+                handle,
+                self._engine,
+                dialogue,
+                self._evidence,
+                self._timing,
+                deadline,
+                self._pool.kv_layout.block_bytes,
+                self._left,
+            )
+            self._departures.begin(source)
+            self._leaving[source.id] = leaving
+            self._start(leaving.run)
+        return handle
+
+    def take(self, item: Received) -> bool:
+        """Reads an item of the inbox, if it is a message of a migration, and closes it. Whether it was one. Quick."""
+        if item.namespace != NAMESPACE:
+            return False
+        peer, message = item.peer, item.private
+        item.close()
+        try:
+            said = policy.decode(message)
+        except ArgumentError as error:
+            _log.warning("%s sent what is no message of a migration: %s", peer, error, extra={"peer": peer})
+            return True
+        sender = said.id.source if isinstance(said, policy.SourceSays) else said.id.destination
+        if self._evidence.incarnation(peer) != sender:
+            return True  # of an earlier incarnation, or of none
+        if isinstance(said, policy.SourceSays):
+            self._hear_source(peer, said)
+        else:
+            self._hear_destination(peer, said)
+        return True
+
+    def under_way(self) -> tuple[Migration, ...]:
+        """The handles of the requests that leave."""
+        with self._lock:
+            return tuple(each.handle for each in self._leaving.values())
+
+    def arriving(self) -> tuple[str, ...]:
+        """The names of the requests that come, and of those that came and whose source does not know it yet."""
+        with self._lock:
+            return tuple(each.destination.request for each in self._arriving.values())
+
+    def totals(self) -> MigrationTotals:
+        """What became of migrations so far."""
+        return self._tally.totals()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._closed
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Takes in no more requests, and cancels those that leave. Idempotent.
+
+        Those that were handed over are waited for, for `timeout` seconds; their handles end with ClosedError then, and
+        the engine keeps their blocks.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            leaving, arriving, threads = (
+                list(self._leaving.values()),
+                list(self._arriving.values()),
+                self._threads.copy(),
+            )
+        for each in leaving:
+            each.handle.cancel()
+        for other in arriving:
+            other.give_up()
+        until = time.monotonic() + timeout
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        for each in leaving:
+            each.tear_off(ClosedError("the migrations of this pool were closed"))
+        for other in arriving:
+            other.tear_off()
+        for thread in threads:
+            thread.join(self._timing.silence_s)
+        if self._callback is not None:
+            self._callback.close()
+        self._mailbox.close()
+        self._evidence.close()
+
+    def __enter__(self) -> Migrations:
+        """Itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Closes."""
+        self.close()
+
+    # ---- messages
+
+    def _receive(self, item: Received) -> None:
+        if not self.take(item) and self._on_received is not None:
+            self._on_received(item)
+
+    def _hear_destination(self, peer: str, said: policy.DestinationSays) -> None:
+        with self._lock:
+            leaving = self._leaving.get(said.id)
+            answer = None if leaving is not None else self._departures.answer(said)
+        if leaving is not None:
+            leaving.dialogue.post(said)
+        elif answer is not None:
+            self._answer(peer, answer)
+
+    def _hear_source(self, peer: str, said: policy.SourceSays) -> None:
+        answer: policy.DestinationSays | None = None
+        with self._lock:
+            arriving = self._arriving.get(said.id)
+            if arriving is None and said.id not in self._offered:
+                if not self._arrivals.is_new(said):
+                    answer = self._arrivals.answer(said)
+                elif self._closed or len(self._arriving) + len(self._offered) >= self._arrivals_max:
+                    answer = self._arrivals.refuse(said, "too many requests are on their way here")
+                else:
+                    self._offered.add(said.id)
+                    self._start(lambda: self._accept(peer, said))
+        if arriving is not None:
+            arriving.dialogue.post(said)
+        elif answer is not None:
+            self._answer(peer, answer)
+
+    def _answer(self, peer: str, said: policy.SourceSays | policy.DestinationSays) -> None:
+        """About what is not under way. The other side asks again if this does not reach it."""
+        try:
+            self._mailbox.begin(peer, policy.encode(said), self._timing.silence_s)
+        except Error as error:
+            _log.info("%s was not answered: %s", peer, error, extra={"peer": peer})
+
+    # ---- requests that come
+
+    def _accept(self, peer: str, offer: policy.SourceSays) -> None:
+        """The thread of a request that comes: makes room for all of it, or refuses it before anything has moved."""
+        made = self._arriving_of(peer, offer)
+        with self._lock:
+            self._offered.discard(offer.id)
+            if isinstance(made, Arriving):
+                self._arriving[offer.id] = made
+                if self._closed:
+                    made.give_up()
+        if isinstance(made, Arriving):
+            made.run()
+        else:
+            self._tally.arrived(offer.way, "failed")
+            self._answer(peer, made)
+
+    def _arriving_of(self, peer: str, offer: policy.SourceSays) -> Arriving | policy.DestinationSays:
+        try:
+            if not self._engine.admit(offer.request, len(offer.tokens)):
+                return self._refuse(offer, "the engine does not admit it")
+            room = make_room(self._pool, self._medium, offer)
+        except OutOfBlocks as error:
+            return self._refuse(offer, str(error), full=True)
+        except Exception as error:  # of the engine, too
+            _log.exception("request %r was refused", offer.request, extra={"peer": peer})
+            return self._refuse(offer, f"{type(error).__name__}: {error}")
+        way = self._way(peer, offer, len(room.prefix.addrs))
+        with self._lock:
+            destination = self._arrivals.begin(
+                offer,
+                lambda offer: policy.Destination(offer, way, len(room.prefix.addrs), self._pool.kv_layout.block_tokens),
+            )
+        dialogue: Dialogue[policy.SourceSays] = Dialogue(
+            self._mailbox, peer, self._timing, lambda: destination.says(self._next_number())
+        )
+        return Arriving(
+            destination, room, self._engine, dialogue, self._evidence, self._timing, self._budget, self._arrived
+        )
+
+    def _refuse(self, offer: policy.SourceSays, why: str, *, full: bool = False) -> policy.DestinationSays:
+        with self._lock:
+            return self._arrivals.refuse(offer, why, full=full)
+
+    def _way(self, peer: str, offer: policy.SourceSays, cached: int) -> policy.Way:
+        if offer.way != "auto":
+            return offer.way
+        if self._costs is None:
+            return "kv"
+        missing = max(0, len(offer.tokens) - cached * self._pool.kv_layout.block_tokens)
+        return self._costs.choose(peer, missing, self._engine.batch()).way
+
+    def _next_number(self) -> int:
+        with self._lock:
+            return self._arrivals.next_number()
+
+    # ---- ends
+
+    def _left(self, leaving: Leaving, outcome: Migrated | Exception) -> None:
+        self._tally.left(leaving.source.way, outcome)
+        with self._lock:
+            self._leaving.pop(leaving.source.id, None)
+            self._departures.end(leaving.source)
+
+    def _arrived(self, arriving: Arriving) -> None:
+        destination = arriving.destination
+        result = "ok" if destination.state == "released" else destination.state
+        self._tally.arrived(destination.way, result)
+        with self._lock:
+            self._arriving.pop(destination.id, None)
+            self._arrivals.end(destination)
+
+    # ---- the rest
+
+    def _find(self, to: str, timeout: float) -> int:
+        """The incarnation of a peer, connected to if it is a member of the cluster."""
+        found = self._evidence.incarnation(to)
+        if found is None:
+            self._pool._meet(to, timeout)
+            found = self._evidence.incarnation(to)
+        if found is None:
+            raise PeerLost(f"there is no peer called {to!r}", peer=to)
+        return found
+
+    def _check_free(self, request: str) -> None:
+        """Raises if a request cannot leave now. The caller holds the lock."""
+        if self._closed:
+            raise ClosedError("the migrations of this pool were closed")
+        if any(each.source.request == request for each in self._leaving.values()):
+            raise StateError(f"request {request!r} is on its way already")
+        if self._arrivals.holds_back(request):
+            raise Busy(f"request {request!r} has just come, and its source may ask for it", retry_after_us=_RETRY_US)
+
+    def _start(self, work: Callable[[], None]) -> None:
+        """The caller holds the lock."""
+
+        def run() -> None:
+            try:
+                work()
+            finally:
+                with self._lock:
+                    self._threads.discard(thread)
+
+        thread = threading.Thread(target=run, name="kvpool-migration", daemon=True)
+        self._threads.add(thread)
+        thread.start()

@@ -1,0 +1,411 @@
+"""Live migration between pools of one process, with an engine whose tokens show every wrong byte."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+
+import numpy as np
+import pytest
+from control.migration_kit import BLOCK, Place, Reader, eventually, prompt_of, reference
+
+import kvpool
+from kvpool.control import migration
+from kvpool.control.migration.mailbox import NAMESPACE
+from kvpool.policy import migration as policy
+
+LENGTH = 60
+
+
+@pytest.fixture
+def reader():
+    return Reader()
+
+
+@pytest.fixture
+def places(reader):
+    found = [Place(name, reader) for name in ("a", "b")]
+    found[0].pool.peers.connect(found[1].address)
+    yield found
+    for each in found:
+        each.close()
+
+
+def check(reader, engine, name, prompt, length=LENGTH):
+    """The tokens are those of a run without migration, at the engine and at the reader."""
+    expected = reference(prompt, length)
+    assert engine.finish(name) == expected
+    assert reader.tokens[name] == expected[len(prompt) :]
+
+
+@pytest.mark.parametrize("by", ["kv", "tokens", "auto"])
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 4])
+def test_tokens_are_those_of_a_run_without_migration(places, reader, by, steps):
+    a, b = places
+    prompt = prompt_of(1)
+    a.engine.begin("r", prompt, LENGTH)
+    for _ in range(steps):
+        a.engine.step("r")
+    result = a.migrations.migrate("r", "b", by=by).wait()
+    assert result.way == ("tokens" if by == "tokens" else "kv")
+    assert result.tokens == len(prompt) + steps
+    assert result.blocks_sent == (0 if by == "tokens" else -(-(result.tokens - 1) // BLOCK))
+    check(reader, b.engine, "r", prompt)
+    eventually(lambda: not b.migrations.arriving())
+    for each in places:
+        each.check_empty()
+
+
+@pytest.mark.parametrize("by", ["kv", "tokens"])
+def test_a_request_goes_on_decoding_while_its_blocks_move(places, reader, by):
+    a, b = places
+    prompt = prompt_of(2, 40)
+    a.engine.begin("r", prompt, 200)
+    for each in places:
+        each.engine.run(0.0005)
+    moving = a.migrations.migrate("r", "b", by=by)
+    result = moving.wait()
+    assert moving.state == "there"
+    assert "r" not in a.engine.requests
+    eventually(lambda: len(reader.tokens["r"]) == 160)
+    for each in places:
+        each.engine.end()
+    assert {engine for (_, term), engine in reader.by.items() if term == policy.Term(1, a.pool._incarnation())} == {"b"}
+    check(reader, b.engine, "r", prompt, 200)
+    assert result.stop_s < result.total_s
+
+
+def test_a_request_goes_there_and_back_and_its_term_grows(places, reader):
+    a, b = places
+    prompt = prompt_of(3)
+    a.engine.begin("r", prompt, LENGTH)
+    for number, (here, there) in enumerate([(a, b), (b, a), (a, b)], 1):
+        for _ in range(5):
+            here.engine.step("r")
+        eventually(lambda here=here: not here.migrations.arriving())
+        here.migrations.migrate("r", there.name).wait()
+        assert there.engine.requests["r"].term.number == number
+    check(reader, b.engine, "r", prompt)
+    eventually(lambda: not b.migrations.arriving())
+    for each in places:
+        each.check_empty()
+
+
+@pytest.mark.parametrize("by", ["kv", "tokens"])
+def test_what_the_destination_has_cached_is_neither_sent_nor_computed(places, reader, by):
+    a, b = places
+    prompt = prompt_of(4, 22)
+    own = b.pool.alloc(4)
+    b.engine._write(own, 0, [int(token) for token in prompt[:16]])
+    b.pool.insert(prompt[:16], own).close()
+    a.engine.begin("r", prompt, LENGTH)
+    result = a.migrations.migrate("r", "b", by=by).wait()
+    assert result.blocks_cached == 4
+    if by == "kv":
+        assert result.blocks_sent == 2
+        assert result.bytes == 2 * a.pool.kv_layout.block_bytes
+    else:
+        assert next(begin for begin, _ in b.engine.prefilled) == 16
+    assert b.pool.stats().hbm.pinned == 5  # it cannot be evicted under the request
+    check(reader, b.engine, "r", prompt)
+    eventually(lambda: not b.migrations.arriving())
+    assert b.pool.audit().hbm.historical == 5  # the cached prefix is as it was
+
+
+def test_a_prefix_that_others_share_stays_with_them(places, reader):
+    a, _ = places
+    prompt = prompt_of(5, 20)
+    own = a.pool.alloc(4)
+    a.engine._write(own, 0, [int(token) for token in prompt[:16]])
+    a.pool.insert(prompt[:16], own).close()
+    for name in ("r", "s"):
+        a.engine.begin(name, prompt, LENGTH)
+    a.migrations.migrate("r", "b").wait()
+    check(reader, a.engine, "s", prompt)
+    with a.pool.match(prompt) as hit:
+        assert hit.tokens == 16
+
+
+def test_a_full_destination_refuses_before_anything_has_moved(places, reader):
+    a, b = places
+    prompt = prompt_of(6)
+    a.engine.begin("r", prompt, LENGTH)
+    filler = b.pool.alloc(b.pool.stats().hbm.free)
+    moving = a.migrations.migrate("r", "b")
+    with pytest.raises(kvpool.OutOfBlocks, match="b has no room"):
+        moving.wait()
+    assert moving.state == "here"
+    assert not a.engine.requests["r"].stopped
+    assert b.pool.peers.totals()["fetch"].succeeded == 0
+    b.pool.free(filler)
+    check(reader, a.engine, "r", prompt)
+    b.check_empty()
+
+
+def test_a_full_source_can_still_send_its_requests_away(places, reader):
+    a, b = places
+    prompt = prompt_of(7)
+    a.engine.begin("r", prompt, LENGTH)
+    filler = a.pool.alloc(a.pool.stats().hbm.free)
+    a.migrations.migrate("r", "b").wait()
+    a.pool.free(filler)
+    check(reader, b.engine, "r", prompt)
+
+
+def test_a_destination_evicts_cached_prompts_for_what_comes_and_never_what_has_come(places, reader):
+    a, b = places
+    for each in range(63):
+        with b.pool.insert(prompt_of(1000 + each, BLOCK), b.pool.alloc(1)):
+            pass
+    assert b.pool.stats().hbm.free == 0
+    prompt = prompt_of(8, 40)
+    a.engine.begin("r", prompt, LENGTH)
+    a.migrations.migrate("r", "b").wait()
+    with pytest.raises(kvpool.OutOfBlocks):
+        b.pool.alloc(60)
+    check(reader, b.engine, "r", prompt)
+
+
+def test_an_engine_that_does_not_admit_it_refuses(places, reader):
+    a, b = places
+    b.engine.admits = False
+    prompt = prompt_of(9)
+    a.engine.begin("r", prompt, LENGTH)
+    with pytest.raises(kvpool.StateError, match="does not admit"):
+        a.migrations.migrate("r", "b").wait()
+    check(reader, a.engine, "r", prompt)
+
+
+@pytest.mark.parametrize("phase", ["admit", "progress", "prefill"])
+def test_a_cancelled_request_stays_where_it_is(places, reader, phase):
+    a, b = places
+    prompt = prompt_of(10)
+    a.engine.begin("r", prompt, LENGTH)
+    handles, reached, go = [], threading.Event(), threading.Event()
+
+    def hook(*_):
+        if handles:  # not the first call of progress, which comes before the handle
+            reached.set()
+            go.wait(20)
+
+    (a if phase == "progress" else b).engine.before[phase] = hook
+    handles.append(None)
+    if phase == "progress":
+        handles.clear()
+    moving = a.migrations.migrate("r", "b", by="tokens")
+    handles.append(moving)
+    if phase != "progress":
+        assert reached.wait(20)
+    assert moving.cancel()
+    go.set()
+    with pytest.raises(kvpool.Cancelled):
+        moving.wait()
+    assert moving.state == "here"
+    assert not moving.cancel()
+    check(reader, a.engine, "r", prompt)
+    eventually(lambda: not b.migrations.arriving())
+    for each in places:
+        each.check_empty()
+
+
+def test_a_request_that_was_handed_over_comes_back_if_it_is_not_decoded_there(places, reader):
+    a, b = places
+    prompt = prompt_of(11)
+    a.engine.begin("r", prompt, LENGTH)
+    reached, go = threading.Event(), threading.Event()
+
+    def fetched_slowly(*_):
+        reached.set()
+        go.wait(20)
+        raise RuntimeError("no room in the batch")
+
+    b.engine.before["adopt"] = fetched_slowly
+    moving = a.migrations.migrate("r", "b")
+    assert reached.wait(20)
+    eventually(lambda: moving.state == "handed over")
+    moving.cancel()
+    assert not moving.done()
+    assert "r" in a.engine.requests
+    assert not a.engine.step("r")
+    go.set()
+    with pytest.raises(kvpool.Cancelled):
+        moving.wait()
+    assert moving.state == "here"
+    assert a.engine.requests["r"].term.number == 2
+    check(reader, a.engine, "r", prompt)
+    eventually(lambda: not b.migrations.arriving())
+    for each in places:
+        each.check_empty()
+
+
+def test_a_cancel_that_is_too_late_says_who_has_the_request(places, reader):
+    a, b = places
+    prompt = prompt_of(12)
+    a.engine.begin("r", prompt, LENGTH)
+    moving = None
+    b.engine.before["adopted"] = lambda _: moving.cancel()
+    go = threading.Event()
+    b.engine.before["admit"] = lambda _: go.wait(20)
+    moving = a.migrations.migrate("r", "b")
+    go.set()
+    assert moving.wait().tokens == len(prompt)
+    assert moving.state == "there"
+    check(reader, b.engine, "r", prompt)
+
+
+def test_a_request_that_ends_meanwhile_ends_its_migration(places):
+    a, b = places
+    prompt = prompt_of(13)
+    a.engine.begin("r", prompt, len(prompt))
+    b.engine.before["admit"] = lambda _: a.engine.finish("r")
+    with pytest.raises(kvpool.StateError, match="has ended here"):
+        a.migrations.migrate("r", "b").wait()
+    eventually(lambda: not b.migrations.arriving())
+    for each in places:
+        each.check_empty()
+
+
+def test_a_destination_whose_pool_is_closed_leaves_the_request_at_its_source(places, reader):
+    a, b = places
+    prompt = prompt_of(14)
+    a.engine.begin("r", prompt, LENGTH)
+    b.engine.before["adopt"] = lambda _: b.pool.close()
+    moving = a.migrations.migrate("r", "b")
+    with pytest.raises(kvpool.PeerLost):
+        moving.wait()
+    assert moving.state == "here"
+    del b.engine.requests["r"]
+    check(reader, a.engine, "r", prompt)
+    a.check_empty()
+
+
+def test_a_request_that_cannot_go_is_refused_at_once(places):
+    a, b = places
+    with pytest.raises(kvpool.StateError, match="does not have request 'r'"):
+        a.migrations.migrate("r", "b")
+    with pytest.raises(kvpool.ArgumentError, match="by is 'air'"):
+        a.migrations.migrate("r", "b", by="air")
+    with pytest.raises(kvpool.ArgumentError, match="timeout"):
+        a.migrations.migrate("r", "b", timeout=0)
+    with pytest.raises(kvpool.PeerLost):
+        a.migrations.migrate("r", "nobody")
+    a.engine.begin("r", prompt_of(15), LENGTH)
+    go = threading.Event()
+    b.engine.before["admit"] = lambda _: go.wait(20)
+    first = a.migrations.migrate("r", "b")
+    with pytest.raises(kvpool.StateError, match="on its way already"):
+        a.migrations.migrate("r", "b")
+    assert a.migrations.under_way() == (first,)
+    go.set()
+    first.wait()
+    a.migrations.close()
+    with pytest.raises(kvpool.ClosedError):
+        a.migrations.migrate("r", "b")
+    b.engine.finish("r")
+
+
+def test_a_state_that_fits_into_no_message_keeps_the_request_here(places, reader):
+    a, _ = places
+    prompt = prompt_of(16)
+    a.engine.begin("r", prompt, LENGTH)
+    stop = a.engine.stop
+    a.engine.stop = lambda name: dataclasses.replace(stop(name), state=bytes(1 << 20))
+    moving = a.migrations.migrate("r", "b")
+    with pytest.raises(kvpool.ArgumentError, match="1048576 are allowed"):
+        moving.wait()
+    assert moving.state == "here"
+    check(reader, a.engine, "r", prompt)
+
+
+def test_the_budget_of_rounds_is_kept(reader):
+    bytes_of_block = 4 * BLOCK * 2 * 2 * 2 * 4
+    places = [Place("a", reader), Place("b", reader, bytes_per_s=40 * bytes_of_block)]
+    try:
+        a, b = places
+        a.pool.peers.connect(b.address)
+        prompt = prompt_of(17, 41)
+        a.engine.begin("r", prompt, LENGTH)
+        result = a.migrations.migrate("r", "b").wait()
+        assert result.blocks_sent == 10
+        assert result.total_s > 0.15  # 10 blocks at 40 a second, the first at once
+        assert result.stop_s < result.total_s / 2
+        check(reader, b.engine, "r", prompt)
+    finally:
+        for each in places:
+            each.close()
+
+
+def test_a_coroutine_can_wait(places, reader):
+    a, b = places
+    prompt = prompt_of(18)
+    a.engine.begin("r", prompt, LENGTH)
+
+    async def move():
+        return await a.migrations.migrate("r", "b")
+
+    assert asyncio.run(move()).way == "kv"
+    check(reader, b.engine, "r", prompt)
+
+
+def test_items_that_are_no_messages_reach_the_application(reader):
+    got = []
+    places = [Place("a", reader), Place("b", reader, on_received=lambda item: got.append(item.private))]
+    try:
+        a, b = places
+        a.pool.peers.connect(b.address)
+        addrs = a.pool.alloc(1)
+        a.pool.transfer("b", addrs, private=b"hello").wait()
+        eventually(lambda: got == [b"hello"])
+        a.pool.transfer_with_insert("b", np.arange(1, BLOCK + 1), addrs, namespace=NAMESPACE, private=b"?").wait()
+        a.pool.free(addrs)
+        a.engine.begin("r", prompt_of(19), LENGTH)
+        a.migrations.migrate("r", "b").wait()
+        assert got == [b"hello"]
+    finally:
+        for each in places:
+            each.close()
+
+
+def test_messages_of_another_incarnation_are_not_heard(places):
+    a, b = places
+    says = policy.SourceSays((a.pool._incarnation() ^ 1, b.pool._incarnation(), 1), 1, "offered", "r")
+    a.migrations._mailbox.begin("b", policy.encode(says), 5).wait()
+    a.engine.begin("s", prompt_of(20), LENGTH)
+    a.migrations.migrate("s", "b").wait()
+    assert b.migrations.totals().arrived.get(("kv", "failed")) is None
+    assert "r" not in b.engine.requests
+    b.engine.finish("s")
+
+
+def test_a_pool_without_peers_migrates_nothing():
+    with kvpool.Pool(kvpool.RawLayout(64, 4), hbm_blocks=2) as pool, pytest.raises(kvpool.StateError, match="no peers"):
+        migration.Migrations(pool, None)
+
+
+def test_totals_count_what_became_of_migrations(places):
+    a, b = places
+    a.engine.begin("r", prompt_of(21), LENGTH)
+    b.engine.admits = False
+    assert isinstance(a.migrations.migrate("r", "b").exception(), kvpool.StateError)
+    b.engine.admits = True
+    result = a.migrations.migrate("r", "b", by="kv").wait()
+    totals = a.migrations.totals()
+    assert sorted(totals.left.items()) == [(("kv", "StateError"), 1), (("kv", "ok"), 1)]
+    assert totals.bytes == result.bytes
+    assert totals.stop_seconds == result.stop_s
+    assert sum(count for _, count in totals.stops) == 1
+    eventually(lambda: b.migrations.totals().arrived.get(("kv", "ok")) == 1)
+    b.engine.finish("r")
+
+
+def test_rounds_end_when_the_source_is_faster_than_the_link(places, reader):
+    """Each round leaves a block more: one stop after a few of them, however long that goes on."""
+    a, b = places
+    prompt = prompt_of(22)
+    a.migrations._rules = policy.StopRules(rounds_max=3)
+    a.engine.begin("r", prompt, LENGTH)
+    a.engine.before["progress"] = lambda name: [a.engine.step(name) for _ in range(5)]
+    result = a.migrations.migrate("r", "b").wait()
+    assert 1 < result.rounds <= 4
+    check(reader, b.engine, "r", prompt)
