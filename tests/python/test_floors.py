@@ -71,6 +71,7 @@ PYTHON_FOREIGN_ALLOWED = {"numpy", "tomli", "tomllib"}  # tomllib: in the standa
 # What only an extra brings, and the one module or folder that may import it. `import kvpool` imports none of these.
 PYTHON_EXTRAS = {
     "observe/metrics.py": {"prometheus_client"},
+    "observe/migration_metrics.py": {"prometheus_client"},
     "observe/events": {"msgpack", "zmq"},
     "cli/sim_show.py": {"matplotlib", "rich"},
     "cli/top.py": {"rich"},

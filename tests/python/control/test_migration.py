@@ -9,10 +9,12 @@ import threading
 import numpy as np
 import pytest
 from control.migration_kit import BLOCK, Place, Reader, eventually, prompt_of, reference
+from prometheus_client import CollectorRegistry
 
 import kvpool
 from kvpool.control import migration
 from kvpool.control.migration.mailbox import NAMESPACE
+from kvpool.observe.migration_metrics import MigrationCollector
 from kvpool.policy import migration as policy
 
 LENGTH = 60
@@ -396,6 +398,19 @@ def test_totals_count_what_became_of_migrations(places):
     assert totals.stop_seconds == result.stop_s
     assert sum(count for _, count in totals.stops) == 1
     eventually(lambda: b.migrations.totals().arrived.get(("kv", "ok")) == 1)
+    registry = CollectorRegistry()
+    registry.register(MigrationCollector({"a": a.migrations, "b": b.migrations}))
+
+    def value(name, **labels):
+        return registry.get_sample_value(name, labels)
+
+    assert value("kvpool_migrations_total", pool="a", direction="out", way="kv", result="ok") == 1
+    assert value("kvpool_migrations_total", pool="a", direction="out", way="kv", result="StateError") == 1
+    assert value("kvpool_migrations_total", pool="b", direction="in", way="kv", result="ok") == 1
+    assert value("kvpool_migration_bytes_total", pool="a") == result.bytes
+    assert value("kvpool_migration_stop_seconds_count", pool="a") == 1
+    assert value("kvpool_migration_stop_seconds_sum", pool="a") == result.stop_s
+    assert value("kvpool_migrations_under_way", pool="b", direction="in") == 0
     b.engine.finish("r")
 
 
