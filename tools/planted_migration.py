@@ -9,6 +9,7 @@ from tools.planted_kit import Bug, in_python
 __all__ = ["MIGRATION_BUGS"]
 
 _PROTOCOL: Final = ("python/policy/test_migration.py",)
+_CARRIED_OUT: Final = ("python/control/test_migration.py",)
 
 MIGRATION_BUGS: Final[tuple[Bug, ...]] = (
     Bug(
@@ -101,6 +102,75 @@ MIGRATION_BUGS: Final[tuple[Bug, ...]] = (
         "the reader takes what a place puts out that has lost its request: tokens of two runs are mixed",
         in_python("policy/migration/terms.py", "if term < self._terms.get(request, term):", "if False:"),
         _PROTOCOL,
+        build="python",
+    ),
+    Bug(
+        "released-at-the-hand-over",
+        "control",
+        "a source frees the blocks of a request when it hands it over: the destination fetches what others wrote",
+        in_python(
+            "control/migration/leaving.py",
+            '        self.handle._note("handed over")\n',
+            '        self.handle._note("handed over")\n        self._engine.release(source.request)\n',
+        ),
+        _CARRIED_OUT,
+        build="python",
+    ),
+    Bug(
+        "resumed-in-the-old-term",
+        "control",
+        "a source that takes a request back puts it out in its old term: the reader hears the lost destination, not it",
+        in_python(
+            "control/migration/leaving.py",
+            "self._engine.resume(source.request, source.term)",
+            "self._engine.resume(source.request, policy.FIRST)",
+        ),
+        _CARRIED_OUT,
+        build="python",
+    ),
+    Bug(
+        "room-found-piece-by-piece",
+        "control",
+        "a destination accepts a request that it has no room for: it is full when half of the blocks have moved",
+        in_python(
+            "control/migration/arriving.py",
+            "own = pool.alloc(missing, int(medium)) if missing > 0 else np.empty(0, np.uint64)",
+            "own = np.empty(0, np.uint64)",
+        ),
+        _CARRIED_OUT,
+        build="python",
+    ),
+    Bug(
+        "room-of-a-failed-request-lost",
+        "control",
+        "blocks of a request that did not arrive are never freed: the pool shrinks with each cancel",
+        in_python(
+            "control/migration/arriving.py",
+            "                is_free = self._room.give_up()\n            elif",
+            "                pass\n            elif",
+        ),
+        _CARRIED_OUT,
+        build="python",
+    ),
+    Bug(
+        "sender-not-checked",
+        "control",
+        "a message of an incarnation that has gone counts for the one that has its name now",
+        in_python("control/migration/migrations.py", "if self._evidence.incarnation(peer) != sender:", "if False:"),
+        _CARRIED_OUT,
+        build="python",
+    ),
+    Bug(
+        "silence-taken-for-death",
+        "control",
+        "a request is taken back from a destination that was only silent: both decode it",
+        in_python(
+            "control/migration/evidence.py",
+            "        return None if self._gone is None else",
+            '        if self._find(peer) is None:\n            return "ended"\n'
+            "        return None if self._gone is None else",
+        ),
+        ("multiprocess/test_migration_kill.py",),
         build="python",
     ),
 )
