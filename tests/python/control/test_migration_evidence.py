@@ -1,0 +1,89 @@
+"""What proves that a peer is gone, and what does not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+import kvpool
+from kvpool.control.migration.evidence import Evidence
+
+
+class StandIn:
+    """A pool with one peer, and a cluster with one member."""
+
+    def __init__(self, pid, link="unix"):
+        self.closed = False
+        self.peers = [SimpleNamespace(name="b", incarnation=7, pid=pid, link=link)]
+        self.listed = [SimpleNamespace(incarnation=7)]
+
+    def members(self):
+        return self.listed
+
+
+def begin(pid, link="unix", in_cluster=False, gone=None):
+    one = StandIn(pid, link)
+    evidence = Evidence(one, one if in_cluster else None, gone)
+    assert evidence.incarnation("b") == 7
+    assert evidence.of("b", 7) is None
+    return one, evidence
+
+
+@pytest.fixture
+def process():
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as one:
+        yield one
+        one.stdin.close()
+
+
+def test_a_process_of_this_host_that_has_ended_is_gone_and_one_that_is_silent_is_not(process):
+    one, evidence = begin(process.pid)
+    one.peers.clear()  # the link is lost
+    assert evidence.of("b", 7) is None
+    process.kill()
+    process.wait()
+    assert evidence.of("b", 7) == "ended"
+    evidence.close()
+
+
+def test_a_member_that_the_cluster_has_given_up_is_fenced():
+    one, evidence = begin(1, "tcp 10.0.0.2:4000", in_cluster=True)
+    one.peers.clear()
+    assert evidence.of("b", 7) is None
+    one.listed = [SimpleNamespace(incarnation=8)]  # of the same name, perhaps
+    assert evidence.of("b", 7) == "fenced"
+    one.listed.append(SimpleNamespace(incarnation=7))
+    assert evidence.of("b", 7) is None  # it has come back in another term, and can be asked
+
+
+def test_who_was_never_a_member_is_not_taken_for_one_that_has_gone():
+    one, evidence = begin(1, "tcp 10.0.0.2:4000")
+    one.listed = []
+    assert Evidence(one, one, None).of("b", 7) is None
+    assert evidence.of("b", 7) is None
+
+
+def test_a_pool_of_this_process_that_was_closed_is_gone():
+    one, evidence = begin(os.getpid())
+    one.peers[0].incarnation = 8
+    assert evidence.of("b", 7) == "ended"
+
+
+def test_the_engine_can_say_who_is_gone():
+    told = {}
+    _, evidence = begin(1, "tcp 10.0.0.2:4000", gone=lambda name, incarnation: told.get((name, incarnation)))
+    told["b", 7] = "fenced"
+    assert evidence.of("b", 7) == "fenced"
+    assert evidence.of("b", 8) is None
+
+
+def test_nothing_is_proved_to_a_pool_that_is_closed():
+    one, evidence = begin(os.getpid())
+    assert evidence.incarnation("c") is None
+    one.closed = True
+    with pytest.raises(kvpool.ClosedError):
+        evidence.of("b", 7)
