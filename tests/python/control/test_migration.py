@@ -222,26 +222,22 @@ def test_an_engine_that_does_not_admit_it_refuses(places, reader):
     check(reader, a.engine, "r", prompt)
 
 
-@pytest.mark.parametrize("phase", ["admit", "progress", "prefill"])
+@pytest.mark.parametrize("phase", ["admit", "prefill", "progress", "stop"])
 def test_a_cancelled_request_stays_where_it_is(places, reader, phase):
     a, b = places
     prompt = prompt_of(10)
     a.engine.begin("r", prompt, LENGTH)
-    handles, reached, go = [], threading.Event(), threading.Event()
+    calls, reached, go = [], threading.Event(), threading.Event()
 
     def hook(*_):
-        if handles:  # not the first call of progress, which comes before the handle
+        calls.append(phase)
+        if len(calls) > (phase == "progress"):  # `migrate` asks first
             reached.set()
             go.wait(20)
 
-    (a if phase == "progress" else b).engine.before[phase] = hook
-    handles.append(None)
-    if phase == "progress":
-        handles.clear()
+    (a if phase in ("progress", "stop") else b).engine.before[phase] = hook
     moving = a.migrations.migrate("r", "b", by="tokens")
-    handles.append(moving)
-    if phase != "progress":
-        assert reached.wait(20)
+    assert reached.wait(20)
     assert moving.cancel()
     go.set()
     with pytest.raises(kvpool.Cancelled):

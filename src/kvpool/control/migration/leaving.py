@@ -96,8 +96,8 @@ class Leaving:
             self._failure = PeerLost(f"{peer} was lost while request {source.request!r} went there", peer=peer)
         for said in heard:
             source.hear(said)
-        if self.handle._cancelled:
-            self._keep(Cancelled(f"the migration of request {source.request!r} was cancelled"))
+        if self._was_cancelled():
+            pass
         elif time.monotonic() >= self._deadline:
             late = DeadlineExceeded(f"request {source.request!r} did not reach {peer} in time")
             self._keep(late)
@@ -105,6 +105,12 @@ class Leaving:
                 self.handle._end(late)  # who has it is known later: `state` says so
         elif source.state == "handed" and time.monotonic() >= self._stopped_at + self._timing.stop_s:
             self._keep(StateError(f"{peer} did not go on with request {source.request!r} in time"))
+
+    def _was_cancelled(self) -> bool:
+        """Whether it was; then the request stays here, or is asked for."""
+        if self.handle._cancelled:
+            self._keep(Cancelled(f"the migration of request {self.source.request!r} was cancelled"))
+        return self.handle._cancelled
 
     def _keep(self, why: Exception) -> None:
         """Keeps the request here, or asks for it."""
@@ -122,7 +128,7 @@ class Leaving:
             found = self._engine.progress(source.request)
             if found is None:
                 self._keep(StateError(f"request {source.request!r} has ended here"))
-            elif source.advance(_progress(found)):
+            elif source.advance(_progress(found)) and not self._was_cancelled():
                 self._stop()
         except Exception as error:  # whatever the engine raises: the request stays
             _log.exception("request %r cannot leave", source.request, extra={"peer": self.dialogue.peer})
@@ -137,6 +143,8 @@ class Leaving:
             self._keep(StateError(f"request {source.request!r} has ended here"))
             return
         self._stopped = stopped
+        if self._was_cancelled():
+            return
         source.hand_over(_progress(stopped), stopped.state)
         self.handle._note("handed over")
 
