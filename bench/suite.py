@@ -45,6 +45,7 @@ BENCHES = {
     "decision": "bench.memserve.decision",
     "mell": "bench.mell.study",
     "scaling": "bench.mell.scaling",
+    "live-stop": "bench.mell.live_stop",
     "settle": "bench.lending.settlement",
     "dist-contexts": "bench.distattention.contexts",
     "dist-serving": "bench.distattention.serving",

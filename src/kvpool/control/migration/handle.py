@@ -27,8 +27,8 @@ class Migrated:
         blocks_cached: Blocks that it had cached.
         bytes: Of the blocks that it fetched.
         rounds: In how many rounds blocks or tokens went ahead, the first one included.
-        stop_s: From the end of its last step here, or from when `stop` was called if that took time, until the
-            destination's word that it decodes.
+        stop_s: From the end of its last step here, when the engine's `stop` returned, until the destination's word that
+            it decodes.
         total_s: In all.
     """
 

@@ -137,8 +137,8 @@ class Leaving:
 
     def _stop(self) -> None:
         source = self.source
-        self._stopped_at = time.monotonic()
         stopped = self._engine.stop(source.request)
+        self._stopped_at = time.monotonic()
         if stopped is None:
             self._keep(StateError(f"request {source.request!r} has ended here"))
             return
