@@ -34,6 +34,12 @@ struct SwapInHandle {
   py::object result;  // once somebody has asked for it
 };
 
+struct CopyHandle {
+  NodePointer node;
+  std::shared_ptr<Swap> swap;
+  std::size_t blocks;
+};
+
 // In a forked child a swap is left alone: its thread is the parent's.
 template <class Handle>
 Swap& swap_of(const Handle& handle) {
@@ -87,6 +93,44 @@ py::object swap_in(const NodePointer& node, py::handle addresses_argument, const
   }
   result.addrs = std::move(arrived);
   return py::cast(std::move(result));
+}
+
+py::object save(const NodePointer& node, py::handle tokens_argument, py::handle addresses_argument, py::handle name,
+                py::handle stream, py::handle wait_argument) {
+  const bool wait = flag_from(wait_argument, "wait");
+  const std::string name_space(name_from(name));
+  const CallerStream after = stream_from(stream);
+  const std::vector<Token> tokens = tokens_from(tokens_argument).copy();
+  const std::vector<Address> addresses = addresses_from(addresses_argument).copy();
+  StartedSave started;
+  {
+    const GilReleased released;
+    if (wait) {
+      started.blocks = node->pool().save(name_space, tokens, addresses, after);
+    } else {
+      started = node->pool().begin_save(name_space, tokens, addresses, after);
+    }
+  }
+  if (wait) return py::int_(started.blocks);
+  return py::cast(CopyHandle{node, std::move(started.swap), started.blocks});
+}
+
+py::object load(const NodePointer& node, py::handle addresses_argument, py::handle into_argument, py::handle stream,
+                py::handle wait_argument) {
+  const bool wait = flag_from(wait_argument, "wait");
+  const CallerStream after = stream_from(stream);
+  const std::vector<Address> addresses = addresses_from(addresses_argument).copy();
+  const std::vector<Address> into = addresses_from(into_argument).copy();
+  CopyHandle handle{node, nullptr, addresses.size()};
+  {
+    const GilReleased released;
+    if (wait) {
+      node->pool().load(addresses, into, after);
+    } else {
+      handle.swap = node->pool().begin_load(addresses, into, after);
+    }
+  }
+  return wait ? py::object(py::int_(addresses.size())) : py::cast(std::move(handle));
 }
 
 // ---- the handles
@@ -225,6 +269,66 @@ Attributes:
 
 Raises:
     StateError: It is under way. If it failed: what wait() raises.)");
+  handle_class<CopyHandle>(module, "BlockCopy",
+                           R"(Blocks that are being copied: the result of save and load with ``wait=False``.
+
+A thread of the pool copies, one after another in each direction, in turn with swaps. Dropping the handle does not
+cancel the copy. Thread-safe. ``await`` it in a coroutine, which raises what ``wait`` raises. Cancelling a task that
+awaits it ends the waiting, not the copy.
+
+Attributes:
+    result: What the call returns with ``wait=True``.)")
+      .def_property_readonly(
+          "result",
+          [](const CopyHandle& handle) {
+            ended(handle);
+            return handle.blocks;
+          },
+          R"(How many blocks were copied.
+
+Raises:
+    StateError: It is under way. If it failed: what wait() raises.)");
+  pool.def("save", &save, py::arg("tokens"), py::arg("addrs"), py::arg("namespace") = "", py::kw_only(),
+           py::arg("stream") = py::none(), py::arg("wait") = true,
+           R"(Copies blocks that you hold in HBM to DRAM, and caches the copies.
+
+For engines that allocate their own blocks (``engine_allocates=True``) and use them again when a request ends: the cache
+has copies, which that does not touch. Copies only what is not cached yet, making room as alloc does. Your blocks stay
+yours. Until it has ended do not write to them; an engine's `free` raises StateError. Releases the GIL.
+
+Args:
+    tokens: Token ids, of whole blocks.
+    addrs: The blocks that hold them: active blocks in HBM, one for each block of tokens.
+    namespace: As in match.
+    stream: The CUDA stream whose work may still write these blocks; None: all work of the device. As in swap_out.
+    wait: False returns a BlockCopy at once, and a thread of the pool copies. Wrong arguments raise at once.
+
+Returns:
+    How many blocks were copied; the others were cached already. Or a BlockCopy.
+
+Raises:
+    ArgumentError: The numbers of tokens and blocks do not fit, or a block is not in HBM.
+    StaleAddress, NotOwner, StateError: A block is not an active one of this pool; or the pool lacks HBM or DRAM.
+    OutOfBlocks: DRAM has no room, and nothing more can be evicted. Nothing was cached.
+    Unsupported: A logical instance: its blocks are in its ranks.)")
+      .def("load", &load, py::arg("addrs"), py::arg("into"), py::kw_only(), py::arg("stream") = py::none(),
+           py::arg("wait") = true, R"(Copies blocks in DRAM, as a match names them, to blocks that you hold in HBM.
+
+The opposite of save: what is cached stays where it is. Keep the match open until it has ended. Releases the GIL.
+
+Args:
+    addrs: Addresses of blocks in DRAM.
+    into: Active blocks in HBM, one for each of `addrs`. Reserved until it has ended.
+    stream: The CUDA stream whose work may still use `into`; None: all work of the device. As in swap_in.
+    wait: As in save.
+
+Returns:
+    How many blocks were copied. Or a BlockCopy.
+
+Raises:
+    ArgumentError: The lists differ in length, a block stands twice in `into`, or a block is in the other medium.
+    StaleAddress, NotOwner, StateError, Unsupported: As save.
+    DeviceLost: The content of `into` is undefined.)");
   pool.def("swap_out", &swap_out, py::arg("n"), py::kw_only(), py::arg("stream") = py::none(), py::arg("wait") = true,
            R"(Moves up to n cached blocks from HBM to DRAM, the least recently used first.
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging as _logging
 
 from kvpool._core import __version__
-from kvpool.alloc import KVTensor, SwapIn, SwapOut, SwappedIn
+from kvpool.alloc import BlockCopy, KVTensor, SwapIn, SwapOut, SwappedIn
 from kvpool.attention import Attend, AttendPlan, KVSequence, PartialAttention, SequencePlan
 from kvpool.cluster import Cluster, Load, Member, MemberCallback, MemberEvent, Registration
 from kvpool.config import Settings
@@ -104,6 +104,7 @@ __all__ = [
     "AuditError",
     "AuthError",
     "Batch",
+    "BlockCopy",
     "Busy",
     "Cancelled",
     "ClosedError",

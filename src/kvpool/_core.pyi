@@ -87,6 +87,16 @@ class SwapOut:
     def fileno(self) -> int: ...
     def __await__(self) -> Generator[Any, None, SwapOut]: ...
 
+class BlockCopy:
+    def wait(self, timeout: float | None = None) -> BlockCopy: ...
+    def done(self) -> bool: ...
+    def cancel(self) -> bool: ...
+    def exception(self, timeout: float | None = None) -> Exception | None: ...
+    @property
+    def result(self) -> int: ...
+    def fileno(self) -> int: ...
+    def __await__(self) -> Generator[Any, None, BlockCopy]: ...
+
 class PartialAttention:
     def merge(self, *others: PartialAttention) -> PartialAttention: ...
     @overload
@@ -318,6 +328,53 @@ class Pool:
     ) -> list[Inserted]: ...
     def delete(self, tokens: TokenVector, namespace: str = "", descendants: bool = False) -> int: ...
     def evict(self, n: int, medium: int = ...) -> int: ...
+    @overload
+    def save(
+        self,
+        tokens: TokenVector,
+        addrs: AddressVector,
+        namespace: str = "",
+        *,
+        stream: CudaStream | None = None,
+        wait: Literal[True] = True,
+    ) -> int: ...
+    @overload
+    def save(
+        self,
+        tokens: TokenVector,
+        addrs: AddressVector,
+        namespace: str = "",
+        *,
+        stream: CudaStream | None = None,
+        wait: Literal[False],
+    ) -> BlockCopy: ...
+    @overload
+    def save(
+        self,
+        tokens: TokenVector,
+        addrs: AddressVector,
+        namespace: str = "",
+        *,
+        stream: CudaStream | None = None,
+        wait: bool,
+    ) -> int | BlockCopy: ...
+    @overload
+    def load(
+        self,
+        addrs: AddressVector,
+        into: AddressVector,
+        *,
+        stream: CudaStream | None = None,
+        wait: Literal[True] = True,
+    ) -> int: ...
+    @overload
+    def load(
+        self, addrs: AddressVector, into: AddressVector, *, stream: CudaStream | None = None, wait: Literal[False]
+    ) -> BlockCopy: ...
+    @overload
+    def load(
+        self, addrs: AddressVector, into: AddressVector, *, stream: CudaStream | None = None, wait: bool
+    ) -> int | BlockCopy: ...
     @overload
     def swap_out(
         self, n: int, *, stream: CudaStream | None = None, wait: Literal[True] = True

@@ -25,6 +25,14 @@ struct InsertItem {
   Address* canonical;  // room for n_addresses
 };
 
+class Swap;
+
+// A save that a thread of the pool carries out.
+struct StartedSave {
+  std::shared_ptr<Swap> swap;
+  std::size_t blocks = 0;  // that it copies
+};
+
 struct MatchExplanation {
   std::size_t requested_tokens = 0;
   std::size_t matched_pages = 0;

@@ -9,6 +9,7 @@
 #include "kvpool/blocks/block_space.h"
 #include "kvpool/blocks/cache_blocks.h"
 #include "kvpool/exec/executor.h"
+#include "kvpool/pool/cache_copies.h"
 #include "kvpool/pool/peer_claims.h"
 #include "kvpool/pool/pool_allocator.h"
 #include "kvpool/pool/pool_memory.h"
@@ -68,7 +69,8 @@ Pool::Pool(const PoolOptions& options, SpaceShare share)
       cache_(std::make_unique<PromptCache>(*blocks_, options.layout.block_tokens, options.policy, options.audit)),
       moves_(std::make_unique<TierMoves>(*blocks_, *cache_, *memory_, guard_, *this, *executor_)),
       allocator_(std::make_unique<PoolAllocator>(*blocks_, *cache_, *moves_, *memory_, guard_, options.zero_on_alloc)),
-      claims_(std::make_unique<PeerClaims>(*blocks_, *cache_, *allocator_, guard_)) {
+      claims_(std::make_unique<PeerClaims>(*blocks_, *cache_, *allocator_, guard_)),
+      copies_(std::make_unique<CacheCopies>(*blocks_, *claims_, *memory_, *moves_, guard_, *this)) {
   claims_->set_lend_max(options.lend_max);
 }
 

@@ -43,6 +43,7 @@ namespace kvpool {
 
 class BlockSpace;
 class CacheBlocks;
+class CacheCopies;
 class DeviceOrder;
 class Executor;
 class PeerClaims;
@@ -149,6 +150,21 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool> {
   std::shared_ptr<Swap> begin_swap_out(std::size_t n, const CallerStream& after = {});
   std::shared_ptr<Swap> begin_swap_in(std::span<const Address> addresses, std::span<const Address> into,
                                       const CallerStream& after = {});
+  // Copies active HBM blocks of the caller's, which hold whole blocks of these tokens, to DRAM, and caches the copies:
+  // as many as are not cached yet, making room. Returns how many. `after`: as in swap_out, for work that may still
+  // write the blocks. Throws kArgument, kStaleAddress, kNotOwner, kState, kOutOfBlocks, kUnsupported for a logical
+  // instance.
+  std::size_t save(std::string_view name_space, std::span<const Token> tokens, std::span<const Address> addresses,
+                   const CallerStream& after = {});
+  // Copies blocks in DRAM to active HBM blocks of the caller's, which are reserved meanwhile; both stay where they are.
+  // Throws as save(). If it throws while it copies, the content of `into` is undefined.
+  void load(std::span<const Address> addresses, std::span<const Address> into, const CallerStream& after = {});
+  // The same on a thread of the pool. Wrong arguments throw here. Sources cannot be freed by an engine, and
+  // destinations are reserved, from now on until the handle is done.
+  StartedSave begin_save(std::string_view name_space, std::span<const Token> tokens, std::span<const Address> addresses,
+                         const CallerStream& after = {});
+  std::shared_ptr<Swap> begin_load(std::span<const Address> addresses, std::span<const Address> into,
+                                   const CallerStream& after = {});
   // Whether HBM is on a GPU: then the CPU may not dereference its addresses.
   bool on_device() const noexcept;
   // What has to end before the GPU's content may be read: the work so far of this stream, or without one of the device.
@@ -197,6 +213,7 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool> {
   std::unique_ptr<TierMoves> moves_;
   std::unique_ptr<PoolAllocator> allocator_;
   std::unique_ptr<PeerClaims> claims_;
+  std::unique_ptr<CacheCopies> copies_;
   std::atomic<std::uint32_t> instance_{0};
   bool keeps_instance_ = false;  // under the space's lock: set_instance() was called
 };

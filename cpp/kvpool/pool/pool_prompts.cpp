@@ -1,5 +1,6 @@
 // The pool's verbs on cached prompts.
 #include "kvpool/blocks/cache_blocks.h"
+#include "kvpool/pool/cache_copies.h"
 #include "kvpool/pool/pool.h"
 #include "kvpool/pool/pool_allocator.h"
 #include "kvpool/pool/prompt_cache.h"
@@ -85,6 +86,29 @@ std::vector<IndexPin> Pool::swap_in(std::span<const Address> addresses, std::spa
                                     const CallerStream& after) {
   guard();
   return moves_->swap_in(addresses, into, out, after);
+}
+
+std::size_t Pool::save(std::string_view name_space, std::span<const Token> tokens, std::span<const Address> addresses,
+                       const CallerStream& after) {
+  guard();
+  return copies_->save(name_space, tokens, addresses, after);
+}
+
+void Pool::load(std::span<const Address> addresses, std::span<const Address> into, const CallerStream& after) {
+  guard();
+  copies_->load(addresses, into, after);
+}
+
+StartedSave Pool::begin_save(std::string_view name_space, std::span<const Token> tokens,
+                             std::span<const Address> addresses, const CallerStream& after) {
+  guard();
+  return copies_->begin_save(name_space, tokens, addresses, after);
+}
+
+std::shared_ptr<Swap> Pool::begin_load(std::span<const Address> addresses, std::span<const Address> into,
+                                       const CallerStream& after) {
+  guard();
+  return copies_->begin_load(addresses, into, after);
 }
 
 std::shared_ptr<Swap> Pool::begin_swap_out(std::size_t n, const CallerStream& after) {

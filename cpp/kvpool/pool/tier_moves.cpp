@@ -238,4 +238,25 @@ std::shared_ptr<Swap> TierMoves::begin_swap_in(std::span<const Address> addresse
   return swap;
 }
 
+// --- copies ---
+
+void TierMoves::copy(TierWay way, std::span<const Address> from, std::span<const Address> to, const CopyOrder& order) {
+  const std::lock_guard turn(way == TierWay::kOut ? reclaim_ : swap_in_mutex_);
+  guard_.check();
+  memory_.copy(way, from.data(), to.data(), from.size(), order);
+}
+
+std::shared_ptr<Swap> TierMoves::begin_copy(TierWay way, const CallerStream& after, std::function<void()> work) {
+  auto swap = make_swap(after);
+  swaps_->run(way, swap, [this, swap, work = std::move(work)]() mutable {
+    const auto failure = carry_out(guard_, *swap, [&] {
+      swap->begin();
+      work();
+    });
+    work = nullptr;
+    failure ? swap->fail(*failure) : swap->succeed({}, {});
+  });
+  return swap;
+}
+
 }  // namespace kvpool

@@ -21,6 +21,7 @@
 
 #include <condition_variable>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -70,6 +71,14 @@ class TierMoves {
   std::shared_ptr<Swap> begin_swap_out(std::size_t n, const CallerStream& after);
   std::shared_ptr<Swap> begin_swap_in(std::span<const Address> addresses, std::span<const Address> into,
                                       const CallerStream& after);
+
+  // --- copies of blocks that somebody else protects (CacheCopies) ---
+
+  // In its turn with the swaps of that direction. Throws kClosed, kOutOfMemory, kDeviceLost.
+  void copy(TierWay way, std::span<const Address> from, std::span<const Address> to, const CopyOrder& order);
+  // A thread of the pool does the work, which calls copy(), when the work of that stream, or without one of the device,
+  // has ended. Lets `work` go before the handle says that it is done.
+  std::shared_ptr<Swap> begin_copy(TierWay way, const CallerStream& after, std::function<void()> work);
 
   // --- the end ---
 

@@ -2,6 +2,6 @@
 
 from kvpool._core import KVTensor, SwappedIn
 from kvpool.alloc.stats import ArenaInfo, MediumStats, PoolStats
-from kvpool.alloc.swap import SwapIn, SwapOut
+from kvpool.alloc.swap import BlockCopy, SwapIn, SwapOut
 
-__all__ = ["ArenaInfo", "KVTensor", "MediumStats", "PoolStats", "SwapIn", "SwapOut", "SwappedIn"]
+__all__ = ["ArenaInfo", "BlockCopy", "KVTensor", "MediumStats", "PoolStats", "SwapIn", "SwapOut", "SwappedIn"]

@@ -42,7 +42,7 @@ def offload(
         sequence: The sequence itself.
         blocks: How many.
         to: The peer; None: the first connected peer, in random order, that takes so many.
-        medium: Where the peer is to have them: kvpool.DRAM, or kvpool.HBM of a pool without GPU.
+        medium: Where the peer is to have them: kvpool.DRAM, or kvpool.HBM.
         timeout: Seconds for each of the steps; None: the setting ``timeout_s``.
 
     Returns:
