@@ -192,7 +192,8 @@ coroutine, which gives what ``wait`` returns. Dropping the handle does not cance
       .def("wait", &wait, py::arg("timeout") = py::none(), R"(Waits until it is done. Releases the GIL.
 
 Args:
-    timeout: Seconds; None: the setting ``timeout_s``. It is not looked at while this thread itself computes.
+    timeout: Seconds; None: the setting ``timeout_s``. It is not looked at while this thread itself computes, which it
+        does not do for blocks on a GPU whose content is still being written.
 
 Returns:
     The PartialAttention of all sequences.
@@ -246,7 +247,7 @@ void bind_attend(py::module_& module, PoolClass& pool) {
            py::arg("where") = "auto", py::arg("stream") = py::none(), py::arg("timeout") = py::none(),
            R"(Attention of one layer over sequences, where their blocks are. Does not wait.
 
-The CPU attends to blocks in its memory, and the pool's GPU to blocks in HBM there, both at the same time.
+The CPU attends to blocks in its memory, and the pool's GPU to blocks in HBM there.
 
 For blocks that lie with peers, the query goes to the peer, which computes their part and sends it back; or this pool
 reads them from here, if the peer is on this host and its memory is mapped (routes ``shm`` and ``loopback``).
@@ -269,7 +270,8 @@ Args:
     where: "auto" takes, peer by peer, the way that makes the call fastest by what earlier calls took, and reads from here
         what a peer is too busy for. "there": the peers compute. "here": this pool reads the peers' memory.
     stream: For a pool on a GPU: the CUDA stream whose work so far writes the last tokens, as an int or an object that has
-        one (torch, CuPy). The GPU's part begins when that has ended. None: when all work of the GPU has.
+        one (torch, CuPy). The GPU's part begins when that has ended; a thread of the pool waits for it. None: when all
+        work of the GPU has. If it has ended already, the CPU and the GPU compute at the same time.
     timeout: Seconds that peers, and the work of `stream`, have; None: the setting ``timeout_s``.
 
 Returns:

@@ -2,6 +2,7 @@
 // Checks A14 to A16 of cpp/kvpool/attend_gpu.
 #include <doctest/doctest.h>
 
+#include <atomic>
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -10,6 +11,7 @@
 
 #include "device_kit.h"
 #include "gpu_attention_kit.h"
+#include "kvpool/base/clock.h"
 #include "thrown.h"
 
 #ifdef KVPOOL_FAKE_CUDA
@@ -340,7 +342,57 @@ TEST_CASE("what the caller does meanwhile is done while the GPU works, and what 
   check_same(sequence.on_gpu(gpu)[0], got[0]);
 }
 
-TEST_CASE("threads that ask one GPU for attention take turns") {
+TEST_CASE("a call that takes its time keeps no other from the GPU, and one that finds no slot looks at its deadline") {
+  Dice dice(21);
+  const AttendingGpu gpu;
+  const Sequence sequence(gpu, {}, dice);
+  const AttendCall call = sequence.call(sequence.there());
+  const LeafPlan plan = gpu.gpu().plan(call);
+  std::atomic<std::size_t> begun{0};
+  std::atomic<bool> over{false};
+  std::vector<std::thread> slow;
+  const auto occupy = [&] {
+    const std::size_t before = begun;
+    slow.emplace_back([&] {
+      (void)gpu.gpu().attend(call, plan, [&] {
+        ++begun;
+        while (!over) std::this_thread::yield();
+      });
+    });
+    while (begun == before) std::this_thread::yield();
+  };
+  occupy();
+  check_same(sequence.on_gpu(gpu)[0], sequence.on_cpu()[0]);
+  while (begun < GpuAttention::kSlotsMax) occupy();
+  AttendStop stop;
+  stop.until_ns = monotonic_ns() + 20'000'000;
+  CHECK(code_of([&] { (void)gpu.gpu().attend(call, plan, {}, &stop); }) == ErrorCode::kDeadline);
+  AttendStop cancelled;
+  cancelled.asked = true;
+  CHECK(code_of([&] { (void)gpu.gpu().attend(call, plan, {}, &cancelled); }) == ErrorCode::kCancelled);
+  over = true;
+  for (std::thread& thread : slow) thread.join();
+  check_same(sequence.on_gpu(gpu)[0], sequence.on_cpu()[0]);
+}
+
+TEST_CASE("a longer call than before does not wait for all work of the GPU") {
+  Dice dice(22);
+  const AttendingGpu gpu;
+  gpu.fake().set("unmap_waits", 1);
+  const EngineStream engine(gpu.fake());
+  std::vector<std::unique_ptr<Sequence>> sequences;
+  for (const std::uint64_t tokens : {64U, 12000U, 20000U}) {
+    Wanted wanted;
+    wanted.query_tokens = 16;
+    wanted.query_heads = 32;  // 135 KB of results for each leaf
+    wanted.range = {0, tokens};
+    sequences.push_back(std::make_unique<Sequence>(gpu, wanted, dice));
+  }
+  const Gate gate(engine);  // a stream that stands
+  for (const auto& sequence : sequences) (void)sequence->on_gpu(gpu);
+}
+
+TEST_CASE("threads that ask one GPU for attention do not disturb each other") {
   Dice dice(19);
   const AttendingGpu gpu;
   std::vector<std::unique_ptr<Sequence>> sequences;

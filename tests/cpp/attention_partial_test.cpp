@@ -182,6 +182,34 @@ TEST_CASE("the order in which parts are merged is that of the tree: left with ri
   }
 }
 
+TEST_CASE("pieces of one leaf that follow each other join to the nodes of the whole range") {
+  Dice dice(5);
+  for (const TokenRange whole : {TokenRange{0, 1024}, {100, 900}, {1000, 1100}, {500, 3500}, {4096, 4200}}) {
+    CAPTURE(whole.begin);
+    for (int turn = 0; turn < 20; ++turn) {
+      PartialAttention part(kSmall);
+      for (std::uint64_t begin = whole.begin, end = 0; begin < whole.end; begin = end) {
+        end = std::min(whole.end, begin + 1 + dice.below(300));
+        part.merge(made_up_part(kSmall, {begin, end}, dice));
+      }
+      const std::vector<float> before = lse_of(part, LseBase::kTwo, RowOrder::kHeadsFirst);
+      part.join_pieces();
+      std::vector<TokenRange> ranges;
+      for (const PartialNode& node : part.nodes()) ranges.push_back(node.range);
+      CHECK(ranges == maximal_nodes(whole));
+      const std::vector<float> after = lse_of(part, LseBase::kTwo, RowOrder::kHeadsFirst);
+      for (std::size_t i = 0; i < after.size(); ++i) {
+        CHECK((after[i] == before[i] || std::abs(after[i] - before[i]) < 1e-4F));
+      }
+    }
+  }
+  // What is missing between two pieces keeps them apart.
+  PartialAttention part = made_up_part(kSmall, {0, 100}, dice);
+  part.merge(made_up_part(kSmall, {101, 1024}, dice));
+  part.join_pieces();
+  CHECK(part.nodes().size() == 2);
+}
+
 TEST_CASE("an empty part changes nothing, and is nothing") {
   Dice dice(4);
   const PartialAttention part = made_up_part(kSmall, {0, 3000}, dice);

@@ -107,11 +107,25 @@ inline std::vector<float> output_of(const PartialAttention& part, std::uint64_t 
   return out;
 }
 
-inline PartialAttention part_of(Attend& attend) {
+inline std::vector<PartialAttention> parts_of(Attend& attend) {
   REQUIRE(attend.wait(in_seconds(20)));
   attend.rethrow_if_failed();
   attend.merge();
-  return attend.take_parts().front();
+  return attend.take_parts();
+}
+
+inline PartialAttention part_of(Attend& attend) { return parts_of(attend).front(); }
+
+// Of all sequences, one behind the other.
+inline std::vector<float> outputs_of(Attend& attend) {
+  std::vector<float> all;
+  const std::vector<PartialAttention> parts = parts_of(attend);
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    std::vector<float> out(parts[i].shape().values());
+    parts[i].finish(DType::kFloat32, attend.tokens()[i], std::as_writable_bytes(std::span(out)));
+    all.insert(all.end(), out.begin(), out.end());
+  }
+  return all;
 }
 
 // What ordinary memory with the same content gives.

@@ -1,22 +1,21 @@
 #include "kvpool/attend_gpu/gpu_attention.h"
 
 #include <algorithm>
-#include <bit>
+#include <chrono>
 #include <cstring>
 #include <string>
 #include <utility>
 
 #include "kvpool/base/error.h"
 #include "kvpool/cuda/lasting.h"
-#include "kvpool/cuda/wait_word.h"
 
 namespace kvpool {
 namespace {
 
 constexpr const char* kWhat = "attention on a GPU";
 constexpr std::size_t kAlignment = 256;
-constexpr std::size_t kSpaceBytesMin = std::size_t{1} << 20;
-constexpr std::uint8_t kVersion = 1;  // raised when a change of the kernels changes bits
+constexpr std::chrono::milliseconds kStopLooks{1};  // between looks at whether a call is to stop
+constexpr std::uint8_t kVersion = 1;                // raised when a change of the kernels changes bits
 
 std::size_t aligned(std::size_t bytes) noexcept { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
@@ -33,24 +32,13 @@ void put(std::byte* to, const std::vector<T>& values) noexcept {
 
 }  // namespace
 
-GpuAttention::Space::Space(const std::shared_ptr<const CudaContext>& of, std::size_t size)
-    : context(of), bytes(size), host(of, size) {
-  context->driver().require(context->driver().mem_alloc(&device, bytes), "cuMemAlloc", kWhat);
-}
-
-GpuAttention::Space::~Space() {
-  const CurrentContext current(*context);
-  if (current) context->driver().mem_free(device);
-}
-
 GpuAttention::GpuAttention(const std::shared_ptr<const CudaContext>& context, const AttentionCubin& leaves,
                            const AttentionCubin& merge)
     : context_(context),
       modules_(context->driver()),
       leaves_{leaves, {context, modules_, leaves.image, leaves.kernel, leaves.threads, leaves.shared_bytes}},
       merge_{merge, {context, modules_, merge.image, merge.kernel, merge.threads, merge.shared_bytes}},
-      id_{isa_of(leaves.target), kVersion},
-      stream_(context) {}
+      id_{isa_of(leaves.target), kVersion} {}
 
 GpuAttention::~GpuAttention() = default;
 
@@ -108,14 +96,8 @@ GpuAttention::Places GpuAttention::places_of(const LeafPlan& plan) noexcept {
   return places;
 }
 
-void GpuAttention::make_room(std::size_t bytes) {
-  if (space_ && space_->bytes >= bytes) return;
-  space_.reset();
-  space_ = std::make_unique<Space>(context_, std::bit_ceil(std::max(bytes, kSpaceBytesMin)));
-}
-
-void GpuAttention::upload(const AttendCall& call, const LeafPlan& plan, const Places& places) {
-  std::byte* const host = space_->host.data();
+void GpuAttention::upload(const AttendCall& call, const LeafPlan& plan, const Places& places, CallSlot& slot) {
+  std::byte* const host = slot.host();
   std::byte* q = host + places.q;
   for (std::size_t i = 0; i < call.items.size(); ++i) {
     std::memcpy(q, call.items[i].q, plan.q_bytes[i]);
@@ -125,13 +107,11 @@ void GpuAttention::upload(const AttendCall& call, const LeafPlan& plan, const Pl
   put(host + places.v_blocks, plan.v_blocks);
   put(host + places.tasks, plan.tasks);
   put(host + places.pairs, plan.pairs);
-  context_->driver().require(context_->driver().memcpy_async(space_->device, reinterpret_cast<std::uintptr_t>(host),
-                                                             places.uploaded, stream_.handle()),
-                             "cuMemcpyAsync", kWhat);
+  slot.upload(places.uploaded);
 }
 
-void GpuAttention::launch(const LeafPlan& plan, const Places& places) {
-  const CuPointer at = space_->device;
+void GpuAttention::launch(const LeafPlan& plan, const Places& places, const CallSlot& slot) const {
+  const CuPointer at = slot.device();
   LeafArguments leaf = plan.arguments;
   leaf.q = at + places.q;
   leaf.k_blocks = at + places.k_blocks;
@@ -157,35 +137,23 @@ void GpuAttention::launch(const LeafPlan& plan, const Places& places) {
                        &unused};
   leaves_.loaded.launch(
       {static_cast<unsigned>(plan.tasks.size()), plan.kv_heads, divided_up(plan.group_rows_max, leaves_.cubin.rows)},
-      stream_.handle(), of_leaves);
+      slot.stream(), of_leaves);
   MergeArguments pairs{at + places.values, at + places.pairs};
   for (const std::size_t count : plan.level_pairs) {
     void* of_merges[] = {&pairs.values, &pairs.pairs, &unused, &unused};
-    merge_.loaded.launch({static_cast<unsigned>(count), divided_up(plan.rows_max, merge_.cubin.rows), 1},
-                         stream_.handle(), of_merges);
+    merge_.loaded.launch({static_cast<unsigned>(count), divided_up(plan.rows_max, merge_.cubin.rows), 1}, slot.stream(),
+                         of_merges);
     pairs.pairs += count * sizeof(MergePair);
   }
 }
 
-void GpuAttention::wait() {
-  // Nothing here follows a stream that waits for a word, but the GPU may have put the work behind it in one queue.
-  if (words_unset(*context_) && !stream_.ends_within(kWordPatienceNs)) force_words(*context_);
-  try {
-    stream_.drain(kWhat);
-  } catch (const Error& error) {
-    lost_ = error.code() == ErrorCode::kDeviceLost;
-    throw;
-  }
-}
-
 std::vector<PartialAttention> GpuAttention::parts_of(const AttendCall& call, const LeafPlan& plan,
-                                                     const Places& places) const {
+                                                     const std::byte* values) const {
   std::vector<std::vector<PartialNode>> nodes(call.items.size());
   for (const LeafPlan::Node& node : plan.nodes) {
     PartialNode& made = nodes[node.item].emplace_back(PartialNode{node.range, id_, true, {}});
     made.values.resize(node.floats);
-    std::memcpy(made.values.data(), space_->host.data() + places.values + node.at * sizeof(float),
-                node.floats * sizeof(float));
+    std::memcpy(made.values.data(), values + node.at * sizeof(float), node.floats * sizeof(float));
   }
   std::vector<PartialAttention> parts;
   parts.reserve(nodes.size());
@@ -196,33 +164,74 @@ std::vector<PartialAttention> GpuAttention::parts_of(const AttendCall& call, con
   return parts;
 }
 
-void GpuAttention::download(const LeafPlan& plan, const Places& places) {
-  context_->driver().require(context_->driver().memcpy_async(
-                                 reinterpret_cast<std::uintptr_t>(space_->host.data() + places.values),
-                                 space_->device + places.values, plan.node_floats * sizeof(float), stream_.handle()),
-                             "cuMemcpyAsync", kWhat);
+// A slot for as long as this lives.
+class GpuAttention::Taken {
+ public:
+  Taken(GpuAttention& of, const AttendStop* stop) : of_(of), slot_(of.take_slot(stop)) {}
+  ~Taken() {
+    const std::lock_guard lock(of_.mutex_);
+    of_.free_slots_.push_back(std::move(slot_));  // within the room: there are kSlotsMax at most
+    of_.slot_freed_.notify_one();
+  }
+  Taken(const Taken&) = delete;
+  Taken& operator=(const Taken&) = delete;
+
+  CallSlot& operator*() const noexcept { return *slot_; }
+
+ private:
+  GpuAttention& of_;
+  std::unique_ptr<CallSlot> slot_;
+};
+
+std::unique_ptr<CallSlot> GpuAttention::take_slot(const AttendStop* stop) {
+  std::unique_lock lock(mutex_);
+  free_slots_.reserve(kSlotsMax);
+  for (;;) {
+    if (lost_) throw Error(ErrorCode::kDeviceLost, std::string(kWhat) + ": the GPU was lost in an earlier call");
+    if (stop != nullptr) stop->check();
+    if (!free_slots_.empty()) {
+      std::unique_ptr<CallSlot> slot = std::move(free_slots_.back());
+      free_slots_.pop_back();
+      return slot;
+    }
+    if (slots_ < kSlotsMax) break;
+    slot_freed_.wait_for(lock, kStopLooks);
+  }
+  auto slot = std::make_unique<CallSlot>(context_);  // takes microseconds
+  ++slots_;
+  return slot;
+}
+
+void GpuAttention::drain(CallSlot& slot) {
+  try {
+    slot.drain();
+  } catch (const Error& error) {
+    const std::lock_guard lock(mutex_);
+    lost_ = lost_ || error.code() == ErrorCode::kDeviceLost;
+    throw;
+  }
 }
 
 std::vector<PartialAttention> GpuAttention::attend(const AttendCall& call, const LeafPlan& plan,
-                                                   const std::function<void()>& meanwhile) {
+                                                   const std::function<void()>& meanwhile, const AttendStop* stop) {
   const Places places = places_of(plan);
-  const std::lock_guard lock(mutex_);
-  if (lost_) throw Error(ErrorCode::kDeviceLost, std::string(kWhat) + ": the GPU was lost in an earlier call");
   const CurrentContext current(*context_, kWhat);
-  if (!plan.tasks.empty()) make_room(places.bytes);
+  const Taken slot(*this, stop);
+  const std::size_t node_bytes = plan.node_floats * sizeof(float);
+  if (!plan.tasks.empty()) (*slot).make_room(places.bytes, places.uploaded + node_bytes);
   try {
     if (!plan.tasks.empty()) {
-      upload(call, plan, places);
-      launch(plan, places);
-      download(plan, places);
+      upload(call, plan, places, *slot);
+      launch(plan, places, *slot);
+      (*slot).download(places.uploaded, places.values, node_bytes);
     }
     if (meanwhile) meanwhile();
   } catch (...) {
-    wait();
+    drain(*slot);
     throw;
   }
-  wait();
-  return parts_of(call, plan, places);
+  drain(*slot);
+  return parts_of(call, plan, (*slot).host() + places.uploaded);
 }
 
 }  // namespace kvpool

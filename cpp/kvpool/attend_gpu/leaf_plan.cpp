@@ -104,22 +104,32 @@ class Planner {
   void add_item(std::size_t index) {
     const AttendItem& item = call_.items[index];
     const std::uint64_t rows = std::uint64_t{call_.query_heads} * item.query_tokens;
-    require(rows <= kRowsMax, "there are too many query tokens and heads");
+    require(rows <= kRowsMax, "sequence " + std::to_string(item.number) + " has too many query tokens and heads");
     plan_.rows_max = std::max(plan_.rows_max, static_cast<std::uint32_t>(rows));
     plan_.group_rows_max = std::max(plan_.group_rows_max, static_cast<std::uint32_t>(rows / call_.kv.kv_heads));
     const Blocks blocks = blocks_of(item);
     const std::size_t floats = PartialNode::floats({item.query_tokens, call_.query_heads, call_.kv.head_dim});
-    starts_.push_back({q_elements_, plan_.k_blocks.size(), blocks.first});
-    q_elements_ += rows * call_.kv.head_dim;
-    plan_.q_bytes.push_back(rows * call_.kv.head_dim * dtype_bytes(call_.query_dtype));
+    add_queries(index, rows * call_.kv.head_dim);
+    starts_.push_back({q_begin_, plan_.k_blocks.size(), blocks.first});
     for (std::uint64_t i = blocks.first; i < blocks.first + blocks.count; ++i) {
-      plan_.k_blocks.push_back(units(address_of(item.k_blocks[i]) + call_.kv.k_offset, plan_.arguments.k, index));
-      plan_.v_blocks.push_back(units(address_of(item.v_blocks[i]) + call_.kv.v_offset, plan_.arguments.v, index));
+      plan_.k_blocks.push_back(units(address_of(item.k_blocks[i]) + call_.kv.k_offset, plan_.arguments.k, item.number));
+      plan_.v_blocks.push_back(units(address_of(item.v_blocks[i]) + call_.kv.v_offset, plan_.arguments.v, item.number));
     }
     for (const TokenRange& range : maximal_nodes(item.range)) {
       plan_.nodes.push_back({index, range, plan_.floats, floats});
       plan_.floats += floats;
     }
+  }
+
+  // Pieces of one sequence follow each other, and have the same queries.
+  void add_queries(std::size_t index, std::uint64_t elements) {
+    const bool again = index > 0 && call_.items[index].q == call_.items[index - 1].q &&
+                       call_.items[index].query_tokens == call_.items[index - 1].query_tokens;
+    if (!again) {
+      q_begin_ = q_elements_;
+      q_elements_ += elements;
+    }
+    plan_.q_bytes.push_back(again ? 0 : elements * dtype_bytes(call_.query_dtype));
   }
 
   void add_leaves(const LeafPlan::Node& node) {
@@ -173,6 +183,7 @@ class Planner {
   std::vector<Start> starts_;
   std::vector<std::vector<MergePair>> levels_;
   std::uint64_t q_elements_ = 0;
+  std::uint64_t q_begin_ = 0;  // of the last item
 };
 
 }  // namespace

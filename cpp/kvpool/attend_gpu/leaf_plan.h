@@ -80,7 +80,7 @@ struct LeafPlan {
   std::vector<MergePair> pairs;          // those of the lowest level first
   std::vector<std::size_t> level_pairs;  // how many there are of each level
   std::vector<Node> nodes;               // of each item in turn, in ascending order
-  std::vector<std::size_t> q_bytes;      // of each item's queries, one behind the other
+  std::vector<std::size_t> q_bytes;      // of each item's queries, one behind the other; 0: those of the one before
   std::size_t node_floats = 0;           // of all nodes
   std::size_t floats = 0;                // of all leaves
   std::uint32_t kv_heads = 0;

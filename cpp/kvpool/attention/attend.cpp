@@ -116,13 +116,18 @@ KVRows kv_rows(const PageFormat& format, std::uint32_t block_tokens, std::uint32
   return rows;
 }
 
+void AttendStop::check() const {
+  if (is_asked()) throw Error(ErrorCode::kCancelled, "the attention was cancelled");
+  if (monotonic_ns() < until_ns) return;
+  throw Error(ErrorCode::kDeadline, "the attention was not computed by its deadline");
+}
+
 std::vector<PartialAttention> attend(const AttendCall& call, const AttendTeam& team, const AttendSettings& settings,
                                      AttendStop* stop) {
   AttendWork work(call, checked(call, settings), team, settings);
   work.prepare();
   if (!work.run(stop)) {
-    if (monotonic_ns() < stop->until_ns) throw Error(ErrorCode::kCancelled, "the attention was cancelled");
-    throw Error(ErrorCode::kDeadline, "the attention was not computed by its deadline");
+    stop->check();
   }
   std::vector<std::vector<PartialNode>> nodes = work.take_nodes();
   std::vector<PartialAttention> parts;

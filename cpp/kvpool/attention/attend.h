@@ -114,6 +114,8 @@ struct AttendStop {
   const std::atomic<bool>* also_asked = nullptr;
   std::int64_t until_ns = INT64_MAX;  // CLOCK_MONOTONIC
 
+  // Throws kCancelled, kDeadline.
+  void check() const;
   bool is_asked() const noexcept {
     return asked.load(std::memory_order_relaxed) ||
            (also_asked != nullptr && also_asked->load(std::memory_order_relaxed));

@@ -86,8 +86,9 @@ Attend::Attend(PeerNode& node, Request&& request, std::int64_t until_ns)
   Pool& pool = node.pool();
   pool.guard();
   AttendRequest here{request.layer, request.query_heads, request.query_dtype, request.scale, request.causal, {}, {}};
-  here.order = pool.order_of_content(request.stream);
-  here.order_until_ns = until_ns;
+  here.follows = true;
+  here.stream = request.stream;
+  here.follows_until_ns = until_ns;
   std::uint64_t query_tokens = 0;
   std::uint64_t own_tokens = 0;
   for (std::size_t i = 0; i < request.sequences.size(); ++i) {
@@ -116,6 +117,7 @@ Attend::Attend(PeerNode& node, Request&& request, std::int64_t until_ns)
   add_entries_here(here, away);
   here.q = std::move(request.q);
   task_.emplace(pool, std::move(here), query_tokens, node.attender());
+  order_ = task_->order();
   add_remote_parts(request, away);
   make_plan(away);
 }
@@ -355,7 +357,9 @@ RemotePart* Attend::unanswered() noexcept {
 }
 
 bool Attend::wait(std::int64_t until_ns) {
-  if (!done() && monotonic_ns() < until_ns) compute();
+  // Behind a stream that still works a thread of the pool waits: this one has its own time to keep.
+  const bool is_ready = order_ == nullptr || order_->ended();
+  if (is_ready && !done() && monotonic_ns() < until_ns) compute();
   waiting_.fetch_add(1);
   while (!done()) {
     const std::int64_t now_ns = monotonic_ns();

@@ -57,8 +57,8 @@ class Attend : public std::enable_shared_from_this<Attend> {
   Attend& operator=(const Attend&) = delete;
 
   bool done() const noexcept { return completion_.done(); }
-  // Computes what is to be computed here if no thread has begun to, and returns when all is done, or false at
-  // `until_ns`, which is not looked at while this thread computes.
+  // Computes what is to be computed here if no thread has begun to and no stream has to be waited for, and returns when
+  // all is done, or false at `until_ns`, which is not looked at while this thread computes.
   bool wait(std::int64_t until_ns);
   // Throws kCancelled; kClosed if the pool was closed before it began; kOutOfMemory; kPeerLost if a peer is lost that
   // had a part (see lost()), and what a peer refused it with: kBusy, kStaleAddress (blocks that it recalled),
@@ -133,12 +133,13 @@ class Attend : public std::enable_shared_from_this<Attend> {
   std::vector<std::uint64_t> tokens_;
   Plan plan_;
   const AttendWhere where_;
-  std::vector<std::uint64_t> query_at_;     // in q, of each sequence
-  std::vector<std::size_t> positions_;      // in the batch, of each entry of the task: first all sequences in order
-  std::optional<AttendTask> task_;          // until it was computed
-  std::vector<RemotePart> remote_;          // does not change after send() has begun
-  std::vector<Sequence::Snapshot> unsent_;  // until peers have been asked
-  std::vector<PartialAttention> parts_;     // of this pool
+  std::vector<std::uint64_t> query_at_;       // in q, of each sequence
+  std::vector<std::size_t> positions_;        // in the batch, of each entry of the task: first all sequences in order
+  std::optional<AttendTask> task_;            // until it was computed
+  std::shared_ptr<const DeviceOrder> order_;  // of the GPU's part; null: nothing to follow
+  std::vector<RemotePart> remote_;            // does not change after send() has begun
+  std::vector<Sequence::Snapshot> unsent_;    // until peers have been asked
+  std::vector<PartialAttention> parts_;       // of this pool
   std::atomic<Phase> phase_{Phase::kWaiting};
   std::atomic<std::size_t> parts_left_{1};  // parts that have not ended: this pool's, and those of peers
   std::atomic<int> waiting_{0};             // threads in wait()

@@ -105,6 +105,11 @@ std::shared_ptr<const DeviceOrder> Pool::order_of_content(const CallerStream& st
   return memory_->order_of_content(stream);
 }
 
+std::shared_ptr<const DeviceOrder> Pool::order_of_all_now() {
+  guard();
+  return memory_->on_device() ? memory_->order_now({}) : nullptr;
+}
+
 std::shared_ptr<const DeviceOrder> Pool::order_after(const CallerStream& stream) {
   guard();
   return memory_->order_after(stream);

@@ -170,6 +170,9 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool> {
   // What has to end before the GPU's content may be read: the work so far of this stream, or without one of the device.
   // Null for a pool that is not on a GPU. Throws kArgument for a stream of another device.
   std::shared_ptr<const DeviceOrder> order_of_content(const CallerStream& stream);
+  // After all work that the device has now; null for a pool that is not on a GPU. Throws kState while a CUDA graph is
+  // captured there.
+  std::shared_ptr<const DeviceOrder> order_of_all_now();
   // The order of a transfer after this stream; null without a stream. Throws kArgument for a stream of another device.
   std::shared_ptr<const DeviceOrder> order_after(const CallerStream& stream);
 

@@ -11,6 +11,11 @@
 #include "kvpool/sequences/sequence_blocks.h"
 
 namespace kvpool {
+namespace {
+
+constexpr std::size_t kPeerBytesMax = std::size_t{256} << 20;
+
+}  // namespace
 
 AttendTask::AttendTask(Pool& pool, AttendRequest&& request, std::uint64_t query_tokens, Attender& attender,
                        bool for_peer)
@@ -28,9 +33,25 @@ AttendTask::AttendTask(Pool& pool, AttendRequest&& request, std::uint64_t query_
   arenas_ = pool.arenas();
   for (const AttendEntry& entry : request_.entries) add_entry(entry);
   make_plans();
-  if (gpu_.items.empty()) return;
-  gpu_kernels_ = attender.gpu();
+  prepare_gpu();
+}
+
+void AttendTask::prepare_gpu() {
+  if (gpu_.items.empty()) {
+    if (request_.stream) static_cast<void>(pool_.order_of_content(request_.stream));  // checks it
+    return;
+  }
+  gpu_kernels_ = attender_.gpu();
   gpu_plan_ = gpu_kernels_->plan(call(gpu_));
+  const std::size_t bytes = gpu_plan_.floats * sizeof(float);
+  if (for_peer_ && bytes > kPeerBytesMax) {
+    throw Error(ErrorCode::kUnsupported,
+                "a call of a peer takes " + std::to_string(bytes) +
+                    " bytes of the GPU for the results of its leaves, and " + std::to_string(kPeerBytesMax) +
+                    " at most: ask for fewer tokens or queries",
+                {{"requested", static_cast<std::int64_t>(bytes)}, {"limit", static_cast<std::int64_t>(kPeerBytesMax)}});
+  }
+  if (request_.follows) order_ = pool_.order_of_content(request_.stream);
 }
 
 void AttendTask::check(const Pool& pool, std::uint64_t query_tokens) const {
@@ -155,6 +176,8 @@ std::vector<PartialAttention> AttendTask::run(AttendStop* stop) {
     ~LetGo() {
       task.request_.entries.clear();
       task.arenas_ = {};
+      task.gpu_kernels_.reset();
+      task.order_.reset();
     }
   };
   const Attender::Computing computing(attender_);
@@ -173,18 +196,26 @@ std::vector<PartialAttention> AttendTask::run(AttendStop* stop) {
 
 void AttendTask::compute_on_cpu(AttendStop* stop) { cpu_.parts = attend(call(cpu_), team_, {}, stop); }
 
-// While the GPU still works on the content, the CPU need not wait for that.
+// A pool that closes ends the wait, and says so.
+void AttendTask::follow(const AttendStop* stop) const {
+  const std::int64_t until_ns = std::min(request_.follows_until_ns, stop != nullptr ? stop->until_ns : INT64_MAX);
+  try {
+    order_->wait(until_ns, &attender_.stopping());
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::kCancelled) throw;
+    throw Error(ErrorCode::kClosed, "the pool was closed while the attention waited for the GPU's work");
+  }
+}
+
 void AttendTask::compute_on_both(AttendStop* stop) {
-  const bool is_ready = request_.order == nullptr || request_.order->ended();
+  const bool is_ready = order_ == nullptr || order_->ended();
   if (!is_ready) compute_on_cpu(stop);
   try {
-    if (!is_ready) {
-      const std::int64_t until_ns = std::min(request_.order_until_ns, stop != nullptr ? stop->until_ns : INT64_MAX);
-      request_.order->wait(until_ns, &attender_.stopping());
-    }
-    gpu_.parts = gpu_kernels_->attend(call(gpu_), gpu_plan_, [&] {
+    if (!is_ready) follow(stop);
+    const auto meanwhile = [&] {
       if (is_ready) compute_on_cpu(stop);
-    });
+    };
+    gpu_.parts = gpu_kernels_->attend(call(gpu_), gpu_plan_, meanwhile, stop);
   } catch (const Error& error) {
     if (error.code() == ErrorCode::kDeviceLost) pool_.fail(error);
     throw;

@@ -1,7 +1,7 @@
 // Attention over blocks of one pool, checked and ready to be computed in any thread.
 //
-// Each range of tokens is cut where the memory changes: what lies on the pool's GPU its kernels compute, and meanwhile
-// the CPU computes the rest.
+// Each range of tokens is cut where the memory changes: what lies on the pool's GPU its kernels compute, the CPU the
+// rest. Both do at the same time if the work that the GPU's part has to follow has ended; otherwise the CPU goes first.
 //
 // Thread-safety: one thread at a time. Its holder keeps the pool and the Attender.
 #pragma once
@@ -43,9 +43,11 @@ struct AttendRequest {
   bool causal = true;
   std::vector<AttendEntry> entries;
   std::vector<std::byte> q;  // [query token, query head, head_dim]; entries may share query tokens
-  // Blocks on a GPU are read when this has ended; null: they have their content.
-  std::shared_ptr<const DeviceOrder> order = nullptr;
-  std::int64_t order_until_ns = INT64_MAX;  // how long that is waited for (CLOCK_MONOTONIC)
+  // Blocks on a GPU are read when the work of this stream has ended, or without a stream that of all; false: they have
+  // their content.
+  bool follows = false;
+  CallerStream stream = std::nullopt;
+  std::int64_t follows_until_ns = INT64_MAX;  // how long that is waited for (CLOCK_MONOTONIC)
 };
 
 // Of K and V of one token of a layer.
@@ -55,8 +57,9 @@ inline std::uint64_t kv_token_bytes(const PageFormat& format) noexcept {
 
 class AttendTask {
  public:
-  // Throws kArgument for numbers that do not fit the pool or each other, kStaleAddress for tokens in blocks that are
-  // not there (begin, end), kUnsupported as LayerPlaces. `q` must have `query_tokens` tokens.
+  // Throws kArgument for numbers that do not fit the pool or each other, and for a stream of another device;
+  // kStaleAddress for tokens in blocks that are not there (begin, end); kUnsupported as LayerPlaces and plan_leaves(),
+  // and for a peer's call that takes too much of the GPU's memory. `q` must have `query_tokens` tokens.
   AttendTask(Pool& pool, AttendRequest&& request, std::uint64_t query_tokens, Attender& attender,
              bool for_peer = false);
   AttendTask(const AttendTask&) = delete;
@@ -71,10 +74,12 @@ class AttendTask {
   int threads() const noexcept { return team_.threads; }
   const std::vector<EntryPlan>& plans() const noexcept { return plans_; }
   std::span<const std::byte> queries() const noexcept { return request_.q; }
+  // What the GPU's part has to follow; null: nothing.
+  const std::shared_ptr<const DeviceOrder>& order() const noexcept { return order_; }
   // Computes the part of each entry, and lets the blocks go, also when it throws. The nodes of a part are those of its
   // ranges (maximal_nodes), however they were cut. Throws kClosed when the pool is closed, kOutOfMemory; kDeadline when
-  // `order` has not ended in time; kDeviceLost, and then the pool fails; kCancelled and kDeadline as `stop` says.
-  // Called once.
+  // the work to follow has not ended in time, and as DeviceOrder::wait; kDeviceLost, and then the pool fails;
+  // kCancelled and kDeadline as `stop` says. Called once.
   std::vector<PartialAttention> run(AttendStop* stop = nullptr);
 
  private:
@@ -99,6 +104,8 @@ class AttendTask {
   std::uint64_t bytes_read() const noexcept;
   AttendCall call(const Side& side) const noexcept;
   void compute_on_cpu(AttendStop* stop);
+  void prepare_gpu();
+  void follow(const AttendStop* stop) const;
   void compute_on_both(AttendStop* stop);
   std::vector<PartialAttention> merged_by_entry();
 
@@ -118,6 +125,7 @@ class AttendTask {
   std::vector<EntryPlan> plans_;
   std::shared_ptr<GpuAttention> gpu_kernels_;  // null: nothing is on the GPU
   LeafPlan gpu_plan_;
+  std::shared_ptr<const DeviceOrder> order_;
 };
 
 }  // namespace kvpool

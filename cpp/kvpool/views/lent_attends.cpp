@@ -39,7 +39,7 @@ struct LentAttends::Job {
   bool ended = false;
 };
 
-bool LentAttends::reads_gpu() const noexcept { return attender_.gpu_kernel().has_value(); }
+bool LentAttends::reads_gpu() const noexcept { return computes() && attender_.gpu_kernel().has_value(); }
 
 const std::atomic<bool>& LentAttends::stopping() const noexcept { return attender_.stopping(); }
 

@@ -33,7 +33,7 @@ class LentAttends {
   // moved to the request, whose entries are those of `body`. Throws kBusy when too many run or wait, std::bad_alloc.
   void start(std::uint64_t peer, const CallPointer& call, AttendBody&& body, AttendRequest&& request);
   bool computes() const noexcept { return most_ > 0; }
-  bool reads_gpu() const noexcept;  // that of the pool
+  bool reads_gpu() const noexcept;  // blocks on the pool's GPU: no peer can read those itself
   // Set when the pool is about to close.
   const std::atomic<bool>& stopping() const noexcept;
   // Returns when all have ended. Idempotent.

@@ -1,14 +1,17 @@
 #include "kvpool/views/peer_views.h"
 
 #include <algorithm>
+#include <atomic>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "kvpool/base/clock.h"
 #include "kvpool/base/error.h"
 #include "kvpool/base/failure.h"
 #include "kvpool/cuda/order.h"
 #include "kvpool/pool/pool.h"
+#include "kvpool/transfer/failure.h"
 #include "kvpool/transfer/loan_watch.h"
 #include "kvpool/transfer/verbs.h"
 #include "kvpool/views/lent_attends.h"
@@ -17,6 +20,7 @@ namespace kvpool {
 namespace {
 
 constexpr std::int64_t kRetryAfterUs = 100'000;  // sequences last long
+constexpr std::int64_t kStopLooksNs = 10'000'000;
 
 }  // namespace
 
@@ -25,7 +29,7 @@ constexpr std::int64_t kRetryAfterUs = 100'000;  // sequences last long
 void PeerViews::serve(PeerCalls& calls) {
   const auto self = shared_from_this();
   calls.serve(kViewVerb, PeerCalls::Runs::kLater, [self](const CallPointer& call, Bytes&& request) {
-    self->on_view(read_view(request), call->deadline_ns());
+    self->on_view(read_view(request), call);
     call->answer({});
   });
   calls.serve(kUnviewVerb, PeerCalls::Runs::kLater, [self](const CallPointer& call, Bytes&& request) {
@@ -45,7 +49,7 @@ std::shared_ptr<SequenceBlocks> PeerViews::find(std::uint64_t view) const {
 }
 
 // Calls of one peer that change its views run one after another; a recall and the end of the link may come meanwhile.
-void PeerViews::on_view(const ViewBody& body, std::int64_t until_ns) {
+void PeerViews::on_view(const ViewBody& body, const CallPointer& call) {
   SequenceBlocks::check_pool(pool_);
   if (!attends_.computes() && !(by_mapping_ && body.by_mapping)) {
     throw Error(ErrorCode::kUnsupported, "this pool computes no attention for its peers");
@@ -74,27 +78,56 @@ void PeerViews::on_view(const ViewBody& body, std::int64_t until_ns) {
   }
   try {
     blocks->add(body.first, body.addresses);
-    await_content(*blocks, body, until_ns);
   } catch (...) {
     const std::lock_guard lock(mutex_);
     if (blocks->blocks() == 0) views_.erase(body.view);
     throw;
   }
-  const std::lock_guard lock(mutex_);
-  blocks_ += body.addresses.size();
+  {
+    const std::lock_guard lock(mutex_);  // before anything waits: a recall may take some out meanwhile
+    blocks_ += body.addresses.size();
+  }
+  try {
+    await_content(body, call);
+  } catch (...) {
+    take_out(body.view, *blocks, {body.first, body.addresses.size()});
+    throw;
+  }
 }
 
 // Once, and not for each attention: blocks that were cached may still be filled by the engine's work on the GPU, and
 // what peers write has arrived when they may name it.
-void PeerViews::await_content(SequenceBlocks& blocks, const ViewBody& body, std::int64_t until_ns) const {
+void PeerViews::await_content(const ViewBody& body, const CallPointer& call) const {
   if (!pool_.on_device() || std::ranges::find(body.addresses, Medium::kHbm, medium_of) == body.addresses.end()) return;
+  const auto given_up = std::make_shared<std::atomic<bool>>(false);
+  call->when_cancelled([given_up] { given_up->store(true, std::memory_order_relaxed); });
   try {
-    if (const auto order = pool_.order_of_content({})) order->wait(until_ns, &attends_.stopping());
+    const auto order = pool_.order_of_all_now();
+    for (bool ended = false; !ended;) {  // in steps: there are two reasons to stop
+      const std::int64_t until_ns = std::min(call->deadline_ns(), monotonic_ns() + kStopLooksNs);
+      const auto failure = failure_of([&] { order->wait(until_ns, given_up.get()); });
+      ended = !failure;
+      if (attends_.stopping()) throw Error(ErrorCode::kClosed, "the pool was closed before the GPU had ended its work");
+      if (failure && (failure->code() != ErrorCode::kDeadline || until_ns == call->deadline_ns()))
+        throw Error(*failure);
+    }
   } catch (const Error& error) {
-    blocks.remove({body.first, body.addresses.size()});
     if (error.code() == ErrorCode::kDeviceLost) pool_.fail(error);
-    throw;
+    if (error.code() == ErrorCode::kClosed || error.code() == ErrorCode::kDeviceLost) throw for_peer(error);
+    if (error.code() != ErrorCode::kState) throw;
+    throw Error(ErrorCode::kBusy, error.what(), {{"retry_after_us", kRetryAfterUs}});  // a CUDA graph is captured
   }
+}
+
+void PeerViews::take_out(std::uint64_t view, SequenceBlocks& blocks, const BlockRange& range) noexcept {
+  std::size_t removed = 0;
+  if (failure_of([&] { removed = blocks.remove(range); })) {
+    removed = blocks.blocks();
+    blocks.close();
+  }
+  const std::lock_guard lock(mutex_);
+  blocks_ -= removed;
+  if (blocks.blocks() == 0) views_.erase(view);
 }
 
 void PeerViews::on_unview(const UnviewBody& body) {

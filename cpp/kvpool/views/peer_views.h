@@ -51,8 +51,9 @@ class PeerViews final : public PeerReads, public std::enable_shared_from_this<Pe
     bool by_mapping = false;
   };
   using Views = std::unordered_map<std::uint64_t, View>;
-  void on_view(const ViewBody& body, std::int64_t until_ns);
-  void await_content(SequenceBlocks& blocks, const ViewBody& body, std::int64_t until_ns) const;
+  void on_view(const ViewBody& body, const CallPointer& call);
+  void await_content(const ViewBody& body, const CallPointer& call) const;
+  void take_out(std::uint64_t view, SequenceBlocks& blocks, const BlockRange& range) noexcept;
   void on_unview(const UnviewBody& body);
   void on_attend(const CallPointer& call, AttendBody&& body);
   std::shared_ptr<SequenceBlocks> find(std::uint64_t view) const;
