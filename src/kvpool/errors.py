@@ -308,6 +308,7 @@ class Unsupported(Error):
     """This machine or this build does not support it."""
 
     needed_bytes: int
+    limit: int  # of the bytes that a peer's attention may take on a GPU
     huge_page_bytes: int
     numa_node: int
     device: int  # the number of a GPU

@@ -14,8 +14,8 @@ namespace {
 
 constexpr const char* kWhat = "attention on a GPU";
 constexpr std::size_t kAlignment = 256;
-constexpr std::chrono::milliseconds kStopLooks{1};  // between looks at whether a call is to stop
-constexpr std::uint8_t kVersion = 1;                // raised when a change of the kernels changes bits
+constexpr std::chrono::milliseconds kStopPeriod{1};  // after which a waiting call sees that it is to stop
+constexpr std::uint8_t kVersion = 1;                 // raised when a change of the kernels changes bits
 
 std::size_t aligned(std::size_t bytes) noexcept { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
@@ -195,7 +195,7 @@ std::unique_ptr<CallSlot> GpuAttention::take_slot(const AttendStop* stop) {
       return slot;
     }
     if (slots_ < kSlotsMax) break;
-    slot_freed_.wait_for(lock, kStopLooks);
+    slot_freed_.wait_for(lock, kStopPeriod);
   }
   auto slot = std::make_unique<CallSlot>(context_);  // takes microseconds
   ++slots_;

@@ -45,11 +45,11 @@ void AttendTask::prepare_gpu() {
   gpu_plan_ = gpu_kernels_->plan(call(gpu_));
   const std::size_t bytes = gpu_plan_.floats * sizeof(float);
   if (for_peer_ && bytes > kPeerBytesMax) {
-    throw Error(ErrorCode::kUnsupported,
-                "a call of a peer takes " + std::to_string(bytes) +
-                    " bytes of the GPU for the results of its leaves, and " + std::to_string(kPeerBytesMax) +
-                    " at most: ask for fewer tokens or queries",
-                {{"requested", static_cast<std::int64_t>(bytes)}, {"limit", static_cast<std::int64_t>(kPeerBytesMax)}});
+    throw Error(
+        ErrorCode::kUnsupported,
+        "a call of a peer takes " + std::to_string(bytes) + " bytes of the GPU for the results of its leaves, and " +
+            std::to_string(kPeerBytesMax) + " at most: ask for fewer tokens or queries",
+        {{"needed_bytes", static_cast<std::int64_t>(bytes)}, {"limit", static_cast<std::int64_t>(kPeerBytesMax)}});
   }
   if (request_.follows) order_ = pool_.order_of_content(request_.stream);
 }

@@ -20,7 +20,7 @@ namespace kvpool {
 namespace {
 
 constexpr std::int64_t kRetryAfterUs = 100'000;  // sequences last long
-constexpr std::int64_t kStopLooksNs = 10'000'000;
+constexpr std::int64_t kStopPeriodNs = 10'000'000;
 
 }  // namespace
 
@@ -104,7 +104,7 @@ void PeerViews::await_content(const ViewBody& body, const CallPointer& call) con
   try {
     const auto order = pool_.order_of_all_now();
     for (bool ended = false; !ended;) {  // in steps: there are two reasons to stop
-      const std::int64_t until_ns = std::min(call->deadline_ns(), monotonic_ns() + kStopLooksNs);
+      const std::int64_t until_ns = std::min(call->deadline_ns(), monotonic_ns() + kStopPeriodNs);
       const auto failure = failure_of([&] { order->wait(until_ns, given_up.get()); });
       ended = !failure;
       if (attends_.stopping()) throw Error(ErrorCode::kClosed, "the pool was closed before the GPU had ended its work");
