@@ -425,6 +425,33 @@ def test_a_pool_without_peers_migrates_nothing():
         migration.Migrations(pool, None)
 
 
+def test_a_pool_has_one_in_its_life(places):
+    a, _ = places
+    for _ in range(2):
+        with pytest.raises(kvpool.StateError, match="one in its life"):
+            migration.Migrations(a.pool, a.engine)
+        a.migrations.close()
+
+
+def test_a_cancelled_hand_over_to_a_destination_that_stays_silent_ends_in_time(places, reader):
+    """And the request in doubt: neither decoded nor freed here, and the handle says so."""
+    a, b = places
+    prompt = prompt_of(24)
+    a.engine.begin("r", prompt, LENGTH)
+    reached, go = threading.Event(), threading.Event()
+    b.engine.before["adopt"] = lambda _: (reached.set(), go.wait(20))
+    moving = a.migrations.migrate("r", "b", timeout=0.5)
+    assert reached.wait(20)
+    moving.cancel()
+    with pytest.raises(kvpool.DeadlineExceeded):
+        moving.wait(10)
+    assert moving.state == "handed over"
+    assert not a.engine.step("r")
+    go.set()
+    eventually(lambda: moving.state == "there")
+    check(reader, b.engine, "r", prompt)
+
+
 def test_totals_count_what_became_of_migrations(places):
     a, b = places
     a.engine.begin("r", prompt_of(21), LENGTH)

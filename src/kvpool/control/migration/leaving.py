@@ -96,9 +96,8 @@ class Leaving:
             self._failure = PeerLost(f"{peer} was lost while request {source.request!r} went there", peer=peer)
         for said in heard:
             source.hear(said)
-        if self._was_cancelled():
-            pass
-        elif time.monotonic() >= self._deadline:
+        self._was_cancelled()
+        if time.monotonic() >= self._deadline:
             late = DeadlineExceeded(f"request {source.request!r} did not reach {peer} in time")
             self._keep(late)
             if not source.ended:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from types import TracebackType
 from typing import Final, get_args
@@ -28,6 +29,7 @@ __all__ = ["Migrations"]
 
 _log = logging.getLogger("kvpool.migration")
 
+_POOLS: Final[weakref.WeakSet[Pool]] = weakref.WeakSet()  # that have, or had, one of these
 _GROWTH_BLOCKS: Final = 2  # room for a request whose engine does not say how much it needs
 _ARRIVALS_MAX: Final = 8
 _RETRY_US: Final = 100_000
@@ -37,8 +39,9 @@ class Migrations:
     """Moves requests of an engine to other engines while they decode, and takes in those that come.
 
     The pool must have peers: listen, connect or attach first. Each engine that requests come from or go to has one of
-    these. It takes the pool's inbox, unless `take_inbox` is False: then give every item of it to `take`. It keeps one
-    block of the pool. A context manager; thread-safe.
+    these, and a pool has one in its life: another would not know what the first has promised. It takes the pool's
+    inbox, unless `take_inbox` is False: then give every item of it to `take`. It keeps one block of the pool. A context
+    manager; thread-safe.
 
     Args:
         pool: Of the engine.
@@ -58,7 +61,7 @@ class Migrations:
         take_inbox: False: the engine reads the inbox, and gives items to `take`.
 
     Raises:
-        StateError: The pool has no peers yet, or something else takes its inbox.
+        StateError: The pool has no peers yet, or had a `Migrations` before, or something else takes its inbox.
         OutOfBlocks: It has no block left.
         ArgumentError: A value out of range.
     """
@@ -81,6 +84,8 @@ class Migrations:
     ) -> None:
         if pool.peers.name is None:
             raise StateError("migrations: the pool has no peers yet: listen, connect or attach first")
+        if pool in _POOLS:
+            raise StateError("migrations: the pool has one already, or had one: a pool has one in its life")
         self._pool = pool
         self._engine = engine
         self._medium = Medium(medium)
@@ -107,6 +112,7 @@ class Migrations:
         except BaseException:
             self._mailbox.close()
             raise
+        _POOLS.add(pool)
 
     def migrate(self, request: str, to: str, *, by: policy.Way = "auto", timeout: float | None = None) -> Migration:
         """Begins to move a request to the engine of a peer. It goes on decoding here until the last step of the move.
