@@ -377,6 +377,16 @@ BUGS: Final[tuple[Bug, ...]] = (
         build="python",
     ),
     Bug(
+        "load-not-reserved",
+        "pool",
+        "an engine may free blocks that a load still fills: the next request's tokens are overwritten",
+        in_cpp(
+            "pool/cache_copies.cpp", "    copies.claims_.reserve_active(into_.data(), into_.size(), kNoPeer, 0);\n", ""
+        ),
+        ("python/cuda/test_copies.py",),
+        build="python",
+    ),
+    Bug(
         "simulated-compute-unbounded",
         "sim",
         "a simulated creditor computes for others as long as they ask, whatever it has to do itself",
