@@ -95,14 +95,16 @@ def peel(members: int, edges: Sequence[tuple[int, int]], amounts: list[int]) -> 
                     back, deepest = at, depth[ends[at]]
             if back >= 0:
                 cycle = [*walk[deepest:], back]
-                least = min(amounts[at] for at in cycle)
-                for at in cycle:
+                least = min(map(amounts.__getitem__, cycle))
+                cut = -1
+                for place, at in enumerate(cycle):
                     amounts[at] -= least
+                    if cut < 0 and not amounts[at]:
+                        cut = deepest + place
                 found.append((cycle, least))
-                cut = next((place for place in range(deepest, len(walk)) if not amounts[walk[place]]), len(walk))
-                for at in walk[cut:]:
-                    depth[ends[at]] = -1
                 if cut < len(walk):
+                    for at in walk[cut:]:
+                        depth[ends[at]] = -1
                     member = begins[walk[cut]]
                     del walk[cut:]
                 continue

@@ -6,6 +6,7 @@ the blocks need at home is that which the others' blocks leave.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -89,7 +90,8 @@ def settle(debts: Debts, least: int = 1, work: int = WORK) -> list[list[Settleme
     """
     count_of(least, "the least number of blocks", 1)
     for (debtor, creditor), blocks in debts.items():
-        count_of(blocks, f"the debt of {debtor} to {creditor}", 0)
+        if type(blocks) is not int or blocks < 0:
+            count_of(blocks, f"the debt of {debtor} to {creditor}", 0)
         if debtor == creditor:
             raise ArgumentError(f"member {debtor} owes blocks to itself")
     for member in {member for pair in debts for member in pair}:
@@ -189,9 +191,10 @@ def _settlements(cancelled: Debts) -> list[Settlement]:
     place = {member: at for at, member in enumerate(members)}
     edges = [(place[debtor], place[creditor]) for debtor, creditor in cancelled]
     amounts = list(cancelled.values())
+    debtors = [debtor for debtor, _ in cancelled]
     settlements = []
     for cycle, blocks in peel(len(members), edges, amounts):
-        on = [members[edges[at][0]] for at in cycle]
+        on = list(map(debtors.__getitem__, cycle))
         first = on.index(min(on))
         settlements.append(Settlement((*on[first:], *on[:first]), blocks))
     return settlements
@@ -199,10 +202,10 @@ def _settlements(cancelled: Debts) -> list[Settlement]:
 
 def _in_rounds(settlements: list[Settlement]) -> list[list[Settlement]]:
     """Each settlement comes in the round after the last one that has a larger settlement of one of its members."""
-    busy: dict[int, int] = {}
+    busy: defaultdict[int, int] = defaultdict(int)
     rounds: list[list[Settlement]] = []
     for settlement in sorted(settlements, key=lambda each: (-each.blocks * len(each.members), each.members)):
-        at = max(busy.get(member, 0) for member in settlement.members)
+        at = max(map(busy.__getitem__, settlement.members))
         if at == len(rounds):
             rounds.append([])
         rounds[at].append(settlement)
