@@ -20,8 +20,8 @@ from kvpool.policy.migration import Term
 __all__ = ["near_nursery"]
 
 PROMPT, LENGTH = 41, 200
-SLOW = 60 * 4 * 4 * 2 * 2 * 2 * 4  # bytes a second: the rounds of ten blocks take a sixth of one
-LONG_LEASE, SHORT_LEASE = 60.0, 1.0
+SLOW = 50 * 4 * 4 * 2 * 2 * 2 * 4  # bytes a second: the first round of ten blocks takes a fifth of one
+LONG_LEASE, SHORT_LEASE = 60.0, 2.0
 
 BEGIN = """
 from control.migration_kit import *
@@ -128,7 +128,7 @@ def send_there(scene, phase, by, seconds=30.0):
     scene.here.engine.run(0.01)
     moving = scene.here.migrations.migrate("r", "victim", by=by)
     if phase == "fetching":
-        time.sleep(0.06)
+        time.sleep(0.04)
     else:
         scene.await_phase()
     return moving
@@ -172,7 +172,7 @@ def come_here(scene, phase, seconds=30.0):
     if phase == "handed":
         eventually(lambda: reached)
     elif phase == "fetching":
-        time.sleep(0.08)
+        time.sleep(0.04)
     else:
         scene.await_phase()
 
@@ -221,7 +221,7 @@ def test_a_silent_destination_may_have_the_request_until_it_is_heard_again(near_
     try:
         scene.ask("hold_at('adopted', 0.1)\nNone")
         scene.here.engine.begin("r", scene.prompt, LENGTH)
-        moving = scene.here.migrations.migrate("r", "victim", timeout=2.5)
+        moving = scene.here.migrations.migrate("r", "victim", timeout=4)
         scene.await_phase()
         scene.victim.stop()
         await_lost(scene)

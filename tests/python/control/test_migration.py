@@ -171,6 +171,7 @@ def test_blocks_that_are_quarantined_are_freed_when_they_are_ours_again(places):
     _, b = places
     own = b.pool.alloc(4)
     free, refused = b.pool.free, [int(own[1])]
+    free(own[2:3])  # by the pool, after a quarantine
 
     def refuse(addrs):
         if {int(addr) for addr in addrs} & set(refused):
@@ -370,7 +371,6 @@ def test_the_budget_of_rounds_is_kept(reader):
         result = a.migrations.migrate("r", "b").wait()
         assert result.blocks_sent == 10
         assert result.total_s > 0.15  # 10 blocks at 40 a second, the first at once
-        assert result.stop_s < result.total_s / 2
         check(reader, b.engine, "r", prompt)
     finally:
         for each in places:
@@ -440,7 +440,7 @@ def test_a_cancelled_hand_over_to_a_destination_that_stays_silent_ends_in_time(p
     a.engine.begin("r", prompt, LENGTH)
     reached, go = threading.Event(), threading.Event()
     b.engine.before["adopt"] = lambda _: (reached.set(), go.wait(20))
-    moving = a.migrations.migrate("r", "b", timeout=0.5)
+    moving = a.migrations.migrate("r", "b", timeout=2)
     assert reached.wait(20)
     moving.cancel()
     with pytest.raises(kvpool.DeadlineExceeded):

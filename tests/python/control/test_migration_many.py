@@ -79,7 +79,7 @@ def test_members_are_met_by_name_and_a_request_goes_the_way_that_takes_less(byte
     try:
         clusters, pools, engines, moves = [], [], [], []
         for name in ("a", "b"):
-            clusters.append(cluster := place.join())
+            clusters.append(cluster := place.join(lease=10.0))
             pools.append(small_pool(64, 0))
             pools[-1].attach(cluster, name=name)
             engines.append(ToyEngine(pools[-1], reader, name))

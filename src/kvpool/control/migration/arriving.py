@@ -16,7 +16,7 @@ from kvpool._core import Match, Transfer
 from kvpool.control.migration.engine import Arrived, MigratingEngine
 from kvpool.control.migration.evidence import Evidence
 from kvpool.control.migration.talking import Dialogue, Timing
-from kvpool.errors import ClosedError, Error, OutOfBlocks, StateError
+from kvpool.errors import ClosedError, Error, OutOfBlocks, StaleAddress, StateError
 from kvpool.policy import migration as policy
 from kvpool.policy.migration.messages import Addresses
 from kvpool.pool import Pool
@@ -61,7 +61,7 @@ class Room:
     def give_up(self) -> bool:
         """Unpins the prefix, and frees what can be freed. Whether that is all.
 
-        The blocks of a fetch that has failed are quarantined while the source may still write to them, and ours again
+        The blocks of a fetch that has failed are quarantined while the source may still write to them, and ours or free
         afterwards: call it again then.
         """
         self.prefix.close()
@@ -70,16 +70,16 @@ class Room:
 
 
 def _free(pool: Pool, addrs: Addresses) -> Addresses:
-    """Frees blocks, and returns those that are quarantined."""
+    """Frees blocks, and returns those that are quarantined. After a quarantine some may be free already."""
     if not len(addrs):
         return addrs
     try:
         pool.free(addrs)
     except ClosedError:
         pass
-    except StateError:
+    except (StateError, StaleAddress) as error:  # of some: then none was freed
         if len(addrs) == 1:
-            return addrs
+            return addrs if isinstance(error, StateError) else addrs[:0]
         half = len(addrs) // 2
         return np.concatenate([_free(pool, addrs[:half]), _free(pool, addrs[half:])])
     return addrs[:0]

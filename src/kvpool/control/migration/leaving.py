@@ -108,8 +108,11 @@ class Leaving:
     def _was_cancelled(self) -> bool:
         """Whether it was; then the request stays here, or is asked for."""
         if self.handle._cancelled:
-            self._keep(Cancelled(f"the migration of request {self.source.request!r} was cancelled"))
+            self._keep(self._cancelled())
         return self.handle._cancelled
+
+    def _cancelled(self) -> Cancelled:
+        return Cancelled(f"the migration of request {self.source.request!r} was cancelled")
 
     def _keep(self, why: Exception) -> None:
         """Keeps the request here, or asks for it."""
@@ -208,6 +211,8 @@ class Leaving:
         source, heard = self.source, self.source.heard
         if self._failure is not None:
             return self._failure
+        if self.handle._cancelled:  # and the destination gave up before it was asked
+            return self._cancelled()
         if heard is not None and heard.full:
             return OutOfBlocks(f"{self.dialogue.peer} has no room for request {source.request!r}: {source.why}")
         if self._stopped is None and self._has_ended():  # its blocks were freed under the destination's fetch
