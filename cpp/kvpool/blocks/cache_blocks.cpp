@@ -273,7 +273,7 @@ void CacheBlocks::check_unread(const Address* addresses, std::size_t n) const {
     if (readers.empty() || readers[block_of(addresses[i])] == 0) continue;
     throw Error(ErrorCode::kState,
                 "address " + std::to_string(addresses[i]) + " (position " + std::to_string(i) +
-                    "): a transfer or a sequence reads the block; wait for the transfer, or close the sequence",
+                    "): a transfer, a save or a sequence reads the block; wait for it, or close the sequence",
                 {{"address", static_cast<std::int64_t>(addresses[i])}, {"position", static_cast<std::int64_t>(i)}});
   }
 }

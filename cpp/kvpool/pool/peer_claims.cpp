@@ -70,6 +70,7 @@ void PeerClaims::reserve_active(const Address* addresses, std::size_t n, std::ui
   guard_.check();
   const SpaceLock lock = blocks_.lock();
   blocks_.check_active_and_distinct(addresses, n, /*skip_cached=*/false);
+  blocks_.check_unread(addresses, n);
   blocks_.give({addresses, n}, {BlockState::kReserved, incarnation, mark});
 }
 

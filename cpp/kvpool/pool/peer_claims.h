@@ -46,7 +46,8 @@ class PeerClaims {
   // time visible as active. Duplicates become free. `arrived` becomes the addresses that the pool gives out now, with
   // its instance id or without: the index has no others. REQUIRES: `arrived` is the end of item.values.
   IndexPin insert_arrived(std::string_view name_space, const InsertItem& item, std::span<Address> arrived);
-  // The caller's active blocks become reserved for an owner. Throws as Pool::free() does.
+  // The caller's active blocks become reserved for an owner, who is to write to them. Throws as Pool::free() does, and
+  // kState when something still reads one of them.
   void reserve_active(const Address* addresses, std::size_t n, std::uint64_t incarnation, std::uint32_t mark);
   // As Pool::match(), but does not count in the statistics, and finds only blocks of this pool.
   IndexHit match(std::string_view name_space, const Token* tokens, std::size_t n_tokens, Address* out);

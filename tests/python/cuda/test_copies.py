@@ -56,3 +56,26 @@ with small_pool(8, 8, byte_layout(), device="cuda") as pool:
     pool.free(addrs)
     pool.audit()
 """)
+
+
+def test_nothing_is_loaded_into_a_block_that_a_save_still_reads(on_gpu):
+    on_gpu("""
+with small_pool(8, 8, byte_layout(), device="cuda") as pool:
+    stream, stamps = new_stream(), Stamps(pool)
+    addrs = pool.alloc(2)
+    stamps.write(addrs, [1, 2])
+    pool.save(prompt(2), addrs)
+    stamps.write(addrs, [3, 4])
+    held = HeldWork(stream)
+    saved = pool.save(prompt(2), addrs, "other", stream=stream, wait=False)
+    with pool.match(prompt(2)) as hit:
+        raises(kvpool.StateError, lambda: pool.load(hit.addrs, addrs), "reads the block")
+        held.let_go()
+        assert saved.wait(30).result == 2
+        pool.load(hit.addrs, addrs)
+    assert stamps.read(addrs) == [1, 2]
+    with pool.match(prompt(2), "other") as hit:
+        pool.load(hit.addrs, addrs)
+    assert stamps.read(addrs) == [3, 4]
+    pool.free(addrs)
+""")

@@ -168,7 +168,7 @@ def test_an_engine_cannot_free_blocks_that_a_transfer_reads():
         peer = engine.peers.connect(other.peers.listen(address_of("shm")))
         addrs = engine.adopt([0, 1, 2])
         stream = engine.transfer(peer, addrs, layerwise=True)
-        with pytest.raises(kvpool.StateError, match="a transfer or a sequence reads"):
+        with pytest.raises(kvpool.StateError, match="a transfer, a save or a sequence reads"):
             engine.free(addrs)
         stream.transfer.cancel()
         with pytest.raises(kvpool.Cancelled):
