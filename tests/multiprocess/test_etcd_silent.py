@@ -13,7 +13,7 @@ from crew import near_nursery
 
 __all__ = ["near_nursery", "own_etcd"]
 
-LEASE = 2.0  # of the cluster; a busy machine must be able to start a renewer within it
+LEASE = 3.0  # of the cluster; a busy machine must be able to start a renewer within it
 LINK_LEASE = 10.0  # a busy machine must not make one run out
 
 

@@ -1,14 +1,16 @@
 """Pools whose engine allocates: it may use a block again at any moment, so none is ever cached.
 
-The recipe of docs/how-to/engine-integration.md runs here against an engine that takes what it gave back at once, and
-fills it with something else.
+The recipes of docs/how-to/engine-integration.md, with the cache in the engine's pool and in another one, run here
+against an engine that takes what it gave back at once, and fills it with something else.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -198,21 +200,66 @@ class ReusingEngine:
                    for layer in self.layers)  # fmt: skip
 
 
-@pytest.fixture
-def recipe(clean_environment: None) -> Iterator[dict[str, Any]]:
-    """The names that the code of the guide defines."""
+@dataclass
+class Recipe:
+    """How an engine saves blocks to the pool that caches, and loads them."""
+
+    engine: Pool
+    store: Pool  # that caches
+    layers: list[np.ndarray]
+    save: Callable[[Any, Any], Any]
+    copy_to_engine: Callable[[Any, Any], Any]
+
+    def load(self, tokens: Any, addrs: Any) -> int:
+        """Fills blocks that the engine holds; how many."""
+        with self.store.match(tokens) as hit:
+            filled = min(len(hit.addrs), len(addrs))
+            if filled:
+                self.copy_to_engine(hit.addrs[:filled], addrs[:filled])
+        return filled
+
+
+def in_one_pool() -> Recipe:
+    """As the guide has it, in the pool that its code leaves behind."""
     namespace: dict[str, Any] = {"__name__": "__main__"}
     for fence in fences(GUIDE.read_text()):
         if fence.info == "python":
             exec(compile(fence.text, GUIDE.name, "exec"), namespace)
-    yield namespace
-    for name in ("engine", "store", "pool"):
-        namespace[name].close()
+    engine = namespace["engine"]
+    return Recipe(engine, engine, namespace["layers"], engine.save, lambda cached, into: engine.load(cached, into))
 
 
-def test_the_documented_recipe_serves_no_wrong_byte_if_an_engine_reuses_blocks_at_once(recipe, capsys):
-    engine, store, save, load = recipe["engine"], recipe["store"], recipe["save"], recipe["load"]
-    reusing = ReusingEngine(recipe["layers"])
+def in_two_pools() -> Recipe:
+    """The store may be in another process; here it is not."""
+    layers = [np.zeros((2, 32, BLOCK, 2, 4), np.float32) for _ in range(2)]
+    layout = dataclasses.replace(LAYOUT, dims="NHD")
+    engine = Pool(layout, hbm=layers, block_dim=1, engine_allocates=True, name="engine")
+    store = Pool(layout, dram_blocks=64, name="store")
+    engine.peers.connect(store.peers.listen(address_of("loopback")))
+
+    def save(tokens: Any, addrs: Any) -> None:
+        copies = store.fetch("engine", addrs, medium=DRAM).wait().addrs
+        try:
+            store.insert(tokens, copies, free_duplicates=True).close()
+        except kvpool.Error:
+            store.free(copies)
+            raise
+
+    return Recipe(engine, store, layers, save, lambda cached, into: engine.fetch("store", cached, to=into).wait())
+
+
+@pytest.fixture(params=[in_one_pool, in_two_pools])
+def recipe(request: pytest.FixtureRequest, clean_environment: None) -> Iterator[Recipe]:
+    """Both of them."""
+    one = request.param()
+    yield one
+    one.engine.close()
+    one.store.close()
+
+
+def test_the_documented_recipe_serves_no_wrong_byte_if_an_engine_reuses_blocks_at_once(recipe):
+    engine, store, save, load = recipe.engine, recipe.store, recipe.save, recipe.load
+    reusing = ReusingEngine(recipe.layers)
     assert engine.stats().hbm.active == 0  # the guide has given all back
     dice = random.Random(7)
     cached: dict[int, int] = {}  # blocks of each prompt that were saved
@@ -241,23 +288,24 @@ def test_the_documented_recipe_serves_no_wrong_byte_if_an_engine_reuses_blocks_a
 
 
 def test_the_recipe_leaves_nothing_behind_when_it_fails(recipe):
-    engine, store, save, load = recipe["engine"], recipe["store"], recipe["save"], recipe["load"]
+    engine, store, save, load = recipe.engine, recipe.store, recipe.save, recipe.load
     held = engine.adopt([4, 6])
     with pytest.raises(kvpool.ArgumentError):
         save(prompt(1, 4321), held)  # two blocks for the tokens of one
     assert store.stats().dram.active == 0
     save(prompt(2, 4321), held)
     assert load(prompt(2, 4321), held[:1]) == 1  # more is cached than there is room for
-    store.close()
-    with pytest.raises(kvpool.Error):
-        load(prompt(2, 4321), held)
+    if store is not engine:
+        store.close()
+        with pytest.raises(kvpool.Error):
+            load(prompt(2, 4321), held)
     eventually(lambda: engine.stats().hbm.active == 2)
     engine.free(held)
     assert engine.stats().hbm.active == 0
 
 
 def test_saving_blocks_that_the_engine_gave_back_too_early_stores_nothing(recipe):
-    engine, store, save = recipe["engine"], recipe["store"], recipe["save"]
+    engine, store, save = recipe.engine, recipe.store, recipe.save
     addrs = engine.adopt([5])
     engine.free(addrs)
     tokens = prompt(1, 4321)
