@@ -78,7 +78,7 @@ MIGRATION_BUGS: Final[tuple[Bug, ...]] = (
         "an offer that was repeated is accepted again when it has failed: a request arrives that has stayed",
         in_python(
             "policy/migration/registry.py",
-            "            and said.id.number > self._highest.get(said.id.source, 0)\n",
+            "            and said.id.number not in self._used[said.id.source]\n",
             "",
         ),
         _PROTOCOL,
@@ -133,7 +133,7 @@ MIGRATION_BUGS: Final[tuple[Bug, ...]] = (
         "control",
         "a destination accepts a request that it has no room for: it is full when half of the blocks have moved",
         in_python(
-            "control/migration/arriving.py",
+            "control/migration/room.py",
             "own = pool.alloc(missing, int(medium)) if missing > 0 else np.empty(0, np.uint64)",
             "own = np.empty(0, np.uint64)",
         ),
@@ -166,9 +166,10 @@ MIGRATION_BUGS: Final[tuple[Bug, ...]] = (
         "a request is taken back from a destination that was only silent: both decode it",
         in_python(
             "control/migration/evidence.py",
-            "        return None if self._gone is None else",
-            '        if self._find(peer) is None:\n            return "ended"\n'
-            "        return None if self._gone is None else",
+            "        return self._ask_engine(peer, incarnation)",
+            "        if all(info.name != peer for info in self._pool.peers):\n"
+            '            return "ended"\n'
+            "        return self._ask_engine(peer, incarnation)",
         ),
         ("multiprocess/test_migration_kill.py",),
         build="python",

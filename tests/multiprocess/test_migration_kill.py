@@ -7,6 +7,7 @@ because it is silent.
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -117,7 +118,7 @@ def scene(near_nursery):
 
 def hold(scene, phase, seconds):
     """The victim waits at this phase; in the middle of fetches nothing has to hold it up."""
-    if phase not in ("fetching", "handed"):
+    if phase not in ("fetching", "last blocks", "handed"):
         scene.ask(f"hold_at({phase!r}, {seconds})\nNone")
 
 
@@ -165,30 +166,42 @@ def test_a_request_arrives_when_its_destination_was_stopped_for_a_while(scene, p
 def come_here(scene, phase, seconds=30.0):
     """The victim migrates its request to here; returns when it is at the phase."""
     hold(scene, phase, seconds)
-    reached = []
-    scene.here.engine.before["adopt"] = lambda _: (reached.append(1), time.sleep(0.3))
+    reached, go, fetch = [], threading.Event(), scene.here.pool.fetch
+    if phase == "last blocks":
+
+        def fetch_later(*args, priority, **named):
+            if priority == "decode":
+                reached.append(1)
+                go.wait(20)
+            return fetch(*args, priority=priority, **named)
+
+        scene.here.pool.fetch = fetch_later
+    else:
+        scene.here.engine.before["adopt"] = lambda _: (reached.append(1), time.sleep(0.3))
     scene.ask(f"place.engine.begin('r', prompt_of(1, {PROMPT}), {LENGTH})\nNone")
     scene.victim.send("moving = place.migrations.migrate('r', 'survivor', by='kv')\n'begun'")
-    if phase == "handed":
+    if phase in ("handed", "last blocks"):
         eventually(lambda: reached)
     elif phase == "fetching":
         time.sleep(0.04)
     else:
         scene.await_phase()
+    return go
 
 
-FROM_VICTIM = ["stop", "fetching", "handed", "release"]
+FROM_VICTIM = ["stop", "fetching", "last blocks", "handed", "release"]
 
 
 @pytest.mark.parametrize("phase", FROM_VICTIM)
 def test_a_source_that_is_killed_leaves_its_request_where_it_was_handed_over_to(scene, phase):
-    come_here(scene, phase)
+    go = come_here(scene, phase)
     scene.victim.kill()
-    if phase in ("handed", "release"):
+    go.set()
+    if phase in ("last blocks", "handed", "release"):
         eventually(lambda: "r" in scene.here.engine.requests)
         assert scene.here.engine.requests["r"].term.number == 1
         scene.check_here()
-        assert not scene.here.migrations._arrivals.holds_back("r")
+        assert not scene.here.migrations._incoming._arrivals.holds_back("r")
     else:
         eventually(lambda: scene.here.migrations.arriving() == ())
         assert not scene.here.engine.requests
@@ -199,10 +212,11 @@ def test_a_source_that_is_killed_leaves_its_request_where_it_was_handed_over_to(
 
 @pytest.mark.parametrize("phase", FROM_VICTIM)
 def test_a_request_arrives_when_its_source_was_stopped_for_a_while(scene, phase):
-    come_here(scene, phase, 0.1)
+    go = come_here(scene, phase, 0.1)
     scene.victim.stop()
     time.sleep(0.3)
     scene.victim.wake()
+    go.set()
     eventually(lambda: "r" in scene.here.engine.requests)
     assert len(scene.here.engine.requests["r"].tokens) < LENGTH
     scene.check_here()

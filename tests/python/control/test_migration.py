@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry
 
 import kvpool
 from kvpool.control import migration
-from kvpool.control.migration.arriving import Room
 from kvpool.control.migration.mailbox import NAMESPACE
+from kvpool.control.migration.room import Room
 from kvpool.observe.migration_metrics import MigrationCollector
 from kvpool.policy import migration as policy
 

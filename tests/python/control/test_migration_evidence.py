@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -22,7 +23,12 @@ class StandIn:
         self.listed = [SimpleNamespace(incarnation=7)]
 
     def members(self):
+        if isinstance(self.listed, Exception):
+            raise self.listed
         return self.listed
+
+    def _incarnation(self):
+        return 6
 
 
 def begin(pid, link="unix", in_cluster=False, gone=None):
@@ -67,10 +73,38 @@ def test_who_was_never_a_member_is_not_taken_for_one_that_has_gone():
     assert evidence.of("b", 7) is None
 
 
-def test_a_pool_of_this_process_that_was_closed_is_gone():
-    one, evidence = begin(os.getpid())
-    one.peers[0].incarnation = 8
+def test_a_pool_of_this_process_is_gone_when_it_was_closed_and_not_when_its_link_is_lost():
+    one, evidence = begin(os.getpid())  # before the other pool has migrations
+    other = StandIn(os.getpid())
+    other._incarnation = lambda: 7
+    Evidence(other, None, None)
+    assert evidence.of("b", 7) is None
+    one.peers.clear()
+    assert evidence.of("b", 7) is None
+    other.closed = True
     assert evidence.of("b", 7) == "ended"
+
+
+def test_a_pool_of_this_process_that_is_no_more_is_gone():
+    other = StandIn(os.getpid())
+    other._incarnation = lambda: 7
+    Evidence(other, None, None)
+    _, evidence = begin(os.getpid())
+    del other
+    gc.collect()
+    assert evidence.of("b", 7) == "ended"
+
+
+def test_a_question_that_fails_proves_nothing():
+    def gone(name, incarnation):
+        raise OSError("etcd")
+
+    one, evidence = begin(1, "tcp 10.0.0.2:4000", in_cluster=True, gone=gone)
+    one.listed = kvpool.ClosedError("the cluster is closed")
+    assert evidence.of("b", 7) is None
+    assert evidence.incarnation("b") == 7
+    one.listed = []
+    assert evidence.of("b", 7) == "fenced"
 
 
 def test_the_engine_can_say_who_is_gone():

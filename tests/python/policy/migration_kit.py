@@ -150,9 +150,10 @@ class Incarnation:
         self.town.send(source.id.destination, source.says())
 
     def holds(self, request):
-        """Whether it has a request that it has not given away."""
+        """Whether it has a request that it has not given away, or that was handed over to it."""
         given = any(source.request == request and source.state == "released" for source in self.sources)
-        return request in self.hosted and not given
+        coming = any(found.request == request and found.state == "moving" and found.handed for found in self.arrivals)
+        return coming or (request in self.hosted and not given)
 
     def is_moving(self, request):
         return self.arrivals.holds_back(request) or any(source.request == request for source in self.sources)
@@ -182,6 +183,8 @@ class Incarnation:
         self.town.send(found.id.source, found.says(self.arrivals.next_number()))
         if found.ended:
             self.finish(found)
+        elif found.state == "decoding" and self.town.dice.random() < self.town.faults * 0.05:
+            self.arrivals.end(found)  # its thread has failed, or was torn off
 
     def bring(self, found, work, blocks, own):
         dice = self.town.dice
@@ -190,7 +193,8 @@ class Incarnation:
         if missing > 0:
             more = self.alloc(missing)
             if more is None:
-                found.fail("full", full=True)
+                if not found.alone:
+                    found.fail("full", full=True)
                 return
             blocks += more
             own |= set(more)
@@ -201,6 +205,10 @@ class Incarnation:
             return
         source = self.town.incarnations[found.id.source]
         if not source.is_up:
+            return
+        if dice.random() < self.town.faults * 0.02:  # the link is lost
+            if not found.compute_rest():
+                found.fail("lost")
             return
         at = work.begin // BLOCK
         for block in range(at, -(-end // BLOCK)):
@@ -245,11 +253,11 @@ class Incarnation:
             return
         found = self.arrivals.find(said.id)
         if found is not None:
-            was_kept = found.by_proof
+            was_kept = found in self.arrivals.kept
             found.hear(said)
-            if was_kept and found.state == "revoked":
+            if was_kept and found.settled:
                 self.finish(found)
-            elif was_kept and found.by_proof:
+            elif was_kept:
                 self.town.send(said.id.source, found.says(self.arrivals.next_number()))
         elif self.arrivals.is_new(said):
             self.take_offer(said)
@@ -335,7 +343,7 @@ class Town:
 
     def kill(self, one):
         one.is_up, one.memory = False, {}
-        for request in one.hosted:
+        for request in self.prompts:
             if not any(other.holds(request) for other in self.at.values() if other.is_up):
                 self.lost.add(request)
 

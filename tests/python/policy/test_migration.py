@@ -130,6 +130,35 @@ def test_a_request_that_decodes_is_not_given_back():
     assert destination.state == "decoding"
 
 
+@pytest.mark.parametrize("proof", ["ended", "fenced", None])
+def test_a_hand_over_that_was_heard_is_enough(proof):
+    """The source dies, or its blocks cannot be fetched, before the last of them are here."""
+    source, destination = pair()
+    fetch(destination)
+    exchange(source, destination, 1)
+    source.hand_over(progress(10), b"")
+    assert not destination.compute_rest()
+    destination.hear(source.says())
+    assert destination.work() == (8, 9, True)
+    if proof is None:
+        assert destination.compute_rest()
+    else:
+        destination.gone("it is gone", ended=proof == "ended")
+    assert destination.alone == (proof is not None)
+    assert destination.way == "tokens"
+    assert destination.work() == (8, 9, True)
+    destination.brought(9, 0)
+    assert destination.ready
+    destination.decode()
+    assert not destination.compute_rest()
+
+
+def test_a_source_that_is_gone_before_the_hand_over_ends_its_request():
+    _, destination = pair()
+    destination.gone("its process has ended", ended=True)
+    assert destination.state == "failed"
+
+
 def test_a_lost_acknowledgement_is_answered_again():
     departures, arrivals = policy.Departures(1), policy.Arrivals(2)
     source, destination = pair()
@@ -177,16 +206,67 @@ def test_a_number_that_is_used_up_is_not_accepted_again():
     assert policy.Arrivals(3).answer(offer) is None  # it was meant for another incarnation
 
 
-def test_a_request_whose_source_is_fenced_does_not_migrate_on_before_the_source_has_ended():
+def test_offers_may_overtake_each_other_and_no_number_comes_back():
     arrivals = policy.Arrivals(2)
+
+    def offer(number):
+        return policy.SourceSays(policy.MigrationId(1, 2, number), 1, "offered", f"r{number}")
+
+    arrivals.begin(offer(6), lambda offer: policy.Destination(offer, "kv", 0, BLOCK))
+    assert arrivals.is_new(offer(5))
+    arrivals.refuse(offer(5), "full")
+    arrivals.refuse(offer(4), "full")
+    assert not any(arrivals.is_new(offer(number)) for number in (4, 5, 6))
+    assert arrivals.is_new(offer(7))
+    assert arrivals.is_new(offer(3))
+    arrivals.refuse(offer(5000), "full")
+    assert not any(arrivals.is_new(offer(number)) for number in (3, 4, 5, 6, 7, 5000))
+    assert arrivals.is_new(offer(4999))
+
+
+def test_what_is_decoded_here_is_not_forgotten_before_its_source_has_let_it_go():
+    """Also if nothing is done for it any more: its thread has failed, or migrations were closed."""
+    arrivals, departures = policy.Arrivals(2), policy.Departures(1)
+    source, destination = decoded(arrivals)
+    departures.begin(source)
+    arrivals.end(destination)
+    assert arrivals.kept == (destination,)
+    assert arrivals.find(ID) is destination
+    assert arrivals.holds_back("r")
+    assert destination.says(9).phase == "decoding"
+    source.hear(destination.says(9))
+    destination.hear(source.says())
+    assert destination.settled
+    arrivals.end(destination)
+    assert arrivals.find(ID) is None
+
+
+def test_a_source_that_is_given_up_in_doubt_answers_nothing():
+    departures = policy.Departures(1)
+    source, destination = decoded(policy.Arrivals(2))
+    departures.begin(source)
+    departures.end(source)
+    assert departures.answer(destination.says(3)) is None
+
+
+def decoded(arrivals):
+    """The source has handed over, and has not heard that the destination decodes."""
     source, _ = pair()
     destination = arrivals.begin(source.says(), lambda offer: policy.Destination(offer, "kv", 0, BLOCK))
     fetch(destination)
     exchange(source, destination, 1)
     source.hand_over(progress(10), b"")
     destination.hear(source.says())
+    assert not arrivals.holds_back("r")
     fetch(destination)
+    assert arrivals.holds_back("r")  # while the engine adopts it, too
     destination.decode()
+    return source, destination
+
+
+def test_a_request_whose_source_is_fenced_does_not_migrate_on_before_the_source_has_ended():
+    arrivals = policy.Arrivals(2)
+    _, destination = decoded(arrivals)
     assert arrivals.holds_back("r")
     destination.gone("fenced", ended=False)
     arrivals.end(destination)
@@ -206,6 +286,9 @@ def test_an_engine_that_contradicts_itself_is_found():
     exchange(source, destination, 1)
     with pytest.raises(kvpool.ArgumentError, match="fewer tokens"):
         source.advance(progress(9))
+    changed = policy.Progress(progress(12).tokens + np.int32(1), 11, progress(12).blocks)
+    with pytest.raises(kvpool.ArgumentError, match="others than before"):
+        source.advance(changed)
     moved = policy.Progress(progress(10).tokens, 9, progress(10).blocks + np.uint64(5))
     with pytest.raises(kvpool.ArgumentError, match="lie elsewhere"):
         source.advance(moved)
@@ -224,8 +307,20 @@ def test_a_reader_drops_old_terms_and_what_it_has():
     assert gate.delivered("r") == 2
     with pytest.raises(kvpool.ArgumentError, match="comes after 2"):
         gate.accept("r", new, 3)
+    assert not gate.accept("r", old, 2)
     gate.forget("r")
     assert gate.accept("r", old, 0)
+
+
+def test_a_token_that_comes_too_early_does_not_end_the_term_of_those_before_it():
+    gate = policy.OutputGate()
+    for position in range(3):
+        gate.accept("r", policy.FIRST, position)
+    with pytest.raises(kvpool.ArgumentError, match="comes after 3"):
+        gate.accept("r", policy.Term(1, 5), 4)
+    assert gate.accept("r", policy.FIRST, 3)
+    assert gate.accept("r", policy.Term(1, 5), 4)
+    assert not gate.accept("r", policy.FIRST, 5)
 
 
 # ---- bytes

@@ -3,121 +3,23 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Final
 
-import numpy as np
-
-from kvpool._core import Match, Transfer
+from kvpool._core import Transfer
+from kvpool.control.migration.background import Chores
 from kvpool.control.migration.engine import Arrived, MigratingEngine
 from kvpool.control.migration.evidence import Evidence
+from kvpool.control.migration.room import Budget, Room
 from kvpool.control.migration.talking import Dialogue, Timing
-from kvpool.errors import ClosedError, Error, OutOfBlocks, StaleAddress, StateError
+from kvpool.errors import Error, OutOfBlocks
 from kvpool.policy import migration as policy
-from kvpool.policy.migration.messages import Addresses
-from kvpool.pool import Pool
-from kvpool.types import HBM, Medium
 from kvpool.waiting.handles import carry_out
 
-__all__ = ["Arriving", "Budget", "Room", "make_room"]
+__all__ = ["Arriving"]
 
 _log = logging.getLogger("kvpool.migration")
-
-_PIECE_BYTES: Final = 16 << 20  # a foreground transfer, or the stop, waits for no more than one piece
-_PIECE_S: Final = 0.05
-
-
-@dataclass
-class Room:
-    """The blocks of a request that arrives: a pinned prefix, and behind it blocks that were allocated for it.
-
-    Attributes:
-        pool: Where they are.
-        medium: Of them.
-        prefix: The pin.
-        own: Allocated for it.
-    """
-
-    pool: Pool
-    medium: Medium
-    prefix: Match
-    own: Addresses
-
-    @property
-    def blocks(self) -> Addresses:
-        """All, in order."""
-        return np.concatenate([self.prefix.addrs, self.own])
-
-    def grow(self, blocks: int) -> None:
-        """Makes room for so many blocks in all. Raises OutOfBlocks, and changes nothing then."""
-        missing = blocks - len(self.prefix.addrs) - len(self.own)
-        if missing > 0:
-            self.own = np.concatenate([self.own, self.pool.alloc(missing, int(self.medium))])
-
-    def give_up(self) -> bool:
-        """Unpins the prefix, and frees what can be freed. Whether that is all.
-
-        The blocks of a fetch that has failed are quarantined while the source may still write to them, and ours or free
-        afterwards: call it again then.
-        """
-        self.prefix.close()
-        self.own = _free(self.pool, self.own)
-        return not len(self.own)
-
-
-def _free(pool: Pool, addrs: Addresses) -> Addresses:
-    """Frees blocks, and returns those that are quarantined. After a quarantine some may be free already."""
-    if not len(addrs):
-        return addrs
-    try:
-        pool.free(addrs)
-    except ClosedError:
-        pass
-    except (StateError, StaleAddress) as error:  # of some: then none was freed
-        if len(addrs) == 1:
-            return addrs if isinstance(error, StateError) else addrs[:0]
-        half = len(addrs) // 2
-        return np.concatenate([_free(pool, addrs[:half]), _free(pool, addrs[half:])])
-    return addrs[:0]
-
-
-def make_room(pool: Pool, medium: Medium, offer: policy.SourceSays) -> Room:
-    """Pins what is cached of a request, and allocates for the rest: all or nothing. Raises OutOfBlocks."""
-    size = pool.kv_layout.block_tokens
-    full = offer.whole // size * size
-    prefix = pool.match(offer.tokens[:full], offer.namespace, into=HBM if medium == HBM else None)
-    try:
-        missing = -(-max(offer.room, len(offer.tokens)) // size) - len(prefix.addrs)
-        own = pool.alloc(missing, int(medium)) if missing > 0 else np.empty(0, np.uint64)
-    except BaseException:
-        prefix.close()
-        raise
-    return Room(pool, medium, prefix, own)
-
-
-class Budget:
-    """What fetches of rounds may take of the links to this pool: shared by all requests that arrive. Thread-safe.
-
-    Attributes:
-        piece_bytes: So much is fetched at a time.
-
-    Args:
-        bytes_per_s: Of all rounds together; None: no bound.
-    """
-
-    def __init__(self, bytes_per_s: float | None) -> None:
-        self._pace = policy.Pace(bytes_per_s)
-        self._lock = threading.Lock()
-        self.piece_bytes = _PIECE_BYTES if bytes_per_s is None else min(_PIECE_BYTES, int(_PIECE_S * bytes_per_s))
-
-    def take(self, n_bytes: int) -> float:
-        """Takes so many bytes of the budget; seconds to wait before they are moved."""
-        with self._lock:
-            return self._pace.wait_s(n_bytes, time.monotonic())
 
 
 class Arriving:
@@ -131,6 +33,7 @@ class Arriving:
         evidence: Of the source's end.
         timing: Of the protocol.
         budget: Of rounds.
+        chores: Get blocks that cannot be freed yet.
         ended: Called at the end.
     """
 
@@ -143,6 +46,7 @@ class Arriving:
         evidence: Evidence,
         timing: Timing,
         budget: Budget,
+        chores: Chores,
         ended: Callable[[Arriving], None],
     ) -> None:
         self.destination = destination
@@ -152,6 +56,7 @@ class Arriving:
         self._evidence = evidence
         self._timing = timing
         self._budget = budget
+        self._chores = chores
         self._ended = ended
         self._adopted = False
         self._unwanted = False
@@ -170,24 +75,39 @@ class Arriving:
         self.dialogue.wake()
 
     def run(self) -> None:
-        """Until it has ended here."""
+        """Until it has ended here, or its source says nothing about what is decoded here."""
         found = self.destination
         news = True
         try:
-            while not self._torn and (not found.ended or found.by_proof):
-                self.dialogue.speak(news=news)
-                work = found.work()
-                if not found.ready and (work is None or not self._may_fetch(work)):
-                    now = time.monotonic()
-                    self.dialogue.pause(None if work is None else max(0.0, self._fetch_at - now))
-                before = found.state
-                self._hear()
-                news = self._advance() or found.state != before
-        except Exception as error:
-            _log.exception("request %r does not arrive", found.request, extra={"peer": self.dialogue.peer})
-            found.fail(f"{type(error).__name__}: {error}")
+            while not self._is_over():
+                try:
+                    news = self._turn(news=news)
+                except Exception as error:
+                    found.fail(f"{type(error).__name__}: {error}")  # changes nothing once it is decoded here
+                    if self._room.pool.closed:
+                        return
+                    _log.exception("request %r has met an error", found.request, extra={"peer": self.dialogue.peer})
+                    time.sleep(self._timing.repeat_s)
         finally:
             self._finish()
+
+    def _is_over(self) -> bool:
+        found = self.destination
+        return self._torn or found.ended or (found.state == "decoding" and self._is_quiet())
+
+    def _is_quiet(self) -> bool:
+        return time.monotonic() > self.dialogue.heard_at + self._timing.silence_s
+
+    def _turn(self, *, news: bool) -> bool:
+        """Says what is due, waits for something to do, and does it. Whether there is news for the source."""
+        found = self.destination
+        self.dialogue.speak(news=news)
+        work = found.work()
+        if not found.ready and (work is None or not self._may_fetch(work)):
+            self.dialogue.pause(None if work is None else max(0.0, self._fetch_at - time.monotonic()))
+        before = found.state
+        self._hear()
+        return self._advance() or found.state != before
 
     def _hear(self) -> None:
         found, peer = self.destination, self.dialogue.peer
@@ -197,7 +117,7 @@ class Arriving:
             found.gone(f"{peer} is gone: {proof}", ended=proof == "ended")
         elif self._unwanted:
             found.fail("the destination takes in no more requests")
-        elif found.state == "moving" and time.monotonic() > self.dialogue.heard_at + self._timing.silence_s:
+        elif found.state == "moving" and not found.handed and self._is_quiet():
             found.fail(f"{peer} was silent for {self._timing.silence_s} s")
 
     def _advance(self) -> bool:
@@ -208,7 +128,10 @@ class Arriving:
             try:
                 self._bring(work)
             except OutOfBlocks as error:
-                found.fail(str(error), full=True)
+                if found.alone:  # nobody else has it: until there is room
+                    time.sleep(self._timing.repeat_s)
+                else:
+                    found.fail(str(error), full=True)
             except Exception as error:  # of the engine, too
                 _log.info("request %r does not arrive: %s", found.request, error, extra={"peer": self.dialogue.peer})
                 found.fail(f"{type(error).__name__}: {error}")
@@ -242,7 +165,15 @@ class Arriving:
             last = min(last, first + self._planned)
             self._planned = 0
         self._room.grow(last)
-        carry_out(self._fetches(first, last, urgent=work.urgent))
+        try:
+            carry_out(self._fetches(first, last, urgent=work.urgent))
+        except Exception as error:
+            if not found.compute_rest():
+                raise
+            _log.info("request %r: the rest is computed: %s", found.request, error, extra={"peer": self.dialogue.peer})
+            self._room.set_aside(first, last)
+            self._chores.add(self._room.free_aside)
+            return
         found.brought(min(work.end, last * size), last - first)
 
     def _fetches(self, first: int, last: int, *, urgent: bool) -> list[Callable[[], Transfer]]:
@@ -291,7 +222,7 @@ class Arriving:
     def _finish(self) -> None:
         """Frees what is not the engine's, or tells it that the source has taken the request back."""
         found = self.destination
-        is_free = True
+        is_free = self._adopted
         try:
             if not self._adopted:
                 is_free = self._room.give_up()
@@ -304,6 +235,5 @@ class Arriving:
         except Error as error:
             _log.warning("%s was not told the end of a migration: %s", self.dialogue.peer, error)
         self._ended(self)
-        while not is_free and not self._torn:
-            time.sleep(self._timing.repeat_s)
-            is_free = self._room.give_up()
+        if not is_free:
+            self._chores.add(self._room.give_up)

@@ -94,11 +94,12 @@ class MigratingEngine(Protocol):
     def stop(self, request: str) -> Stopped | None:
         """Stops a request between two steps, and waits for the end of all writes to its blocks. None: it has ended.
 
-        Its blocks stay as they are until `resume` or `release`.
+        Its blocks stay as they are until `resume` or `release`. It returns only when the reader has all that the
+        request has put out here: what the destination puts out follows on that. If it raises, `resume` is called.
         """
 
     def resume(self, request: str, term: Term) -> None:
-        """A request that was stopped goes on here, in this term.
+        """A request that was stopped goes on here, in this term. Changes nothing if it was not stopped.
 
         Where decoding is random, what its reader has been given since counts: see `kvpool.policy.migration.OutputGate`.
         """

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import threading
+import weakref
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from kvpool.cluster import Cluster
 from kvpool.errors import ClosedError
@@ -15,15 +17,20 @@ from kvpool.pool import Pool
 
 __all__ = ["Evidence", "Proof"]
 
+_log = logging.getLogger("kvpool.migration")
+
 # "ended": its process has. "fenced": its lease has ended, so it may not act; it may wake up and ask.
 Proof: TypeAlias = Literal["ended", "fenced"]
+
+_HERE: Final[weakref.WeakValueDictionary[int, Pool]] = weakref.WeakValueDictionary()  # of this process, by incarnation
 
 
 class Evidence:
     """Knows of each peer that takes part in a migration what would prove its end. Thread-safe.
 
-    A peer on this host has ended when its process has. A member of the cluster is fenced when the cluster has given up
-    its incarnation. A lost link proves nothing.
+    A peer on this host has ended when its process has; one in this process, when its pool was closed. A member of the
+    cluster is fenced when the cluster has given up its incarnation. A lost link proves nothing, and neither does a
+    cluster that cannot be asked.
 
     Args:
         pool: Whose peers.
@@ -37,19 +44,25 @@ class Evidence:
         self._gone = gone
         self._lock = threading.Lock()
         self._processes: dict[int, int] = {}  # a pidfd of each incarnation
-        self._here: set[int] = set()  # incarnations of pools of this process
+        self._here: dict[int, weakref.ref[Pool] | None] = {}  # incarnations in this process; None: not met yet
         self._members: set[int] = set()  # that the cluster has listed
+        _HERE[pool._incarnation()] = pool
+
+    @property
+    def closed(self) -> bool:
+        """Whether the pool is closed: nothing is heard or proved any more."""
+        return self._pool.closed
 
     def incarnation(self, peer: str) -> int | None:
         """Which incarnation of a peer is connected; from now on its end is noticed. None: it is not connected."""
-        info = self._find(peer)
+        info = next((info for info in self._pool.peers if info.name == peer), None)
         if info is None:
             return None
         found: int = info.incarnation
         with self._lock:
-            self._note_members()
+            self._listed()
             if info.pid == os.getpid():
-                self._here.add(found)
+                self._meet(found)
             elif info.link.startswith("unix") and found not in self._processes:
                 with contextlib.suppress(OSError):
                     self._processes[found] = os.pidfd_open(info.pid)
@@ -63,15 +76,14 @@ class Evidence:
             process = self._processes.get(incarnation)
             if process is not None and _has_ended(process):
                 return "ended"
-            is_here = incarnation in self._here
-            self._note_members()
-            fenced = incarnation in self._members and not self._is_member(incarnation)
-        if is_here:
-            info = self._find(peer)
-            return "ended" if info is None or info.incarnation != incarnation else None
-        if fenced:
-            return "fenced"
-        return None if self._gone is None else self._gone(peer, incarnation)
+            if incarnation in self._here:
+                pool = self._meet(incarnation)
+                if pool is not None and ((one := pool()) is None or one.closed):
+                    return "ended"
+            listed = self._listed()
+            if incarnation in self._members and listed is not None and incarnation not in listed:
+                return "fenced"
+        return self._ask_engine(peer, incarnation)
 
     def close(self) -> None:
         """Frees the descriptors. Idempotent."""
@@ -80,17 +92,34 @@ class Evidence:
                 os.close(process)
             self._processes.clear()
 
-    def _find(self, peer: str) -> Any:
-        return next((info for info in self._pool.peers if info.name == peer), None)
+    def _meet(self, incarnation: int) -> weakref.ref[Pool] | None:
+        """The pool of this process that is this incarnation; None if it has had no migrations so far."""
+        found = self._here.get(incarnation)
+        if found is None:
+            pool = _HERE.get(incarnation)
+            found = self._here[incarnation] = None if pool is None else weakref.ref(pool)
+        return found
 
-    def _note_members(self) -> None:
-        if self._cluster is not None:
-            self._members |= {member.incarnation for member in self._cluster.members()}
+    def _listed(self) -> set[int] | None:
+        """The incarnations that are members now; None if that is not known."""
+        if self._cluster is None:
+            return None
+        try:
+            found = {member.incarnation for member in self._cluster.members()}
+        except Exception:  # it was closed first, or its directory cannot be reached
+            _log.warning("the cluster does not say who its members are", exc_info=True)
+            return None
+        self._members |= found
+        return found
 
-    def _is_member(self, incarnation: int) -> bool:
-        return self._cluster is not None and any(
-            member.incarnation == incarnation for member in self._cluster.members()
-        )
+    def _ask_engine(self, peer: str, incarnation: int) -> Proof | None:
+        if self._gone is None:
+            return None
+        try:
+            return self._gone(peer, incarnation)
+        except Exception:  # the engine's: no proof
+            _log.exception("gone= does not say whether %s is gone", peer, extra={"peer": peer})
+            return None
 
 
 def _has_ended(process: int) -> bool:

@@ -56,6 +56,7 @@ class Leaving:
         self._ended = ended
         self._began = time.monotonic()
         self._stopped: Stopped | None = None
+        self._may_have_stopped = False  # also by a `stop` that has raised
         self._stopped_at = 0.0
         self._torn: Exception | None = None
         self._failure: Exception | None = None  # why it stays, if the protocol does not know
@@ -70,26 +71,35 @@ class Leaving:
         source = self.source
         news = True
         try:
-            while not source.ended:
+            while not source.ended and self._torn is None:
                 try:
-                    self.dialogue.speak(news=news)
-                except Error as error:  # it fits into no message
+                    news = self._turn(news=news)
+                except Exception as error:  # once it is handed over, only the destination's word or a proof ends it
                     self._keep(error)
-                    continue
-                self.dialogue.pause(self._next_s())
-                before = source.state
-                self._hear()
-                news = self._advance() or source.state != before
-        except Exception as error:  # the pool was closed
-            self._keep(error)
+                    if self._evidence.closed:
+                        return
+                    if not source.ended:
+                        _log.exception("request %r is asked for", source.request, extra={"peer": self.dialogue.peer})
+                        time.sleep(self._timing.repeat_s)
+                    news = True
+            if self._torn is not None:
+                self._keep(self._torn)
         finally:
             self._finish()
+
+    def _turn(self, *, news: bool) -> bool:
+        """Says what is due, waits for something to do, and does it. Whether there is news for the destination."""
+        self.dialogue.speak(news=news)  # raises if it fits into no message
+        self.dialogue.pause(self._next_s())
+        before = self.source.state
+        self._hear()
+        return self._advance() or self.source.state != before
 
     def _hear(self) -> None:
         source, peer = self.source, self.dialogue.peer
         heard = self.dialogue.read()
         if self._torn is not None:
-            raise self._torn
+            return
         if (proof := self._evidence.of(peer, source.id.destination)) is not None:
             # What it said has died with it, also if it was that it decodes: the request is here.
             source.gone(f"{peer} is gone: {proof}")
@@ -139,9 +149,11 @@ class Leaving:
 
     def _stop(self) -> None:
         source = self.source
+        self._may_have_stopped = True
         stopped = self._engine.stop(source.request)
         self._stopped_at = time.monotonic()
         if stopped is None:
+            self._may_have_stopped = False
             self._keep(StateError(f"request {source.request!r} has ended here"))
             return
         self._stopped = stopped
@@ -169,7 +181,7 @@ class Leaving:
             outcome = self._failure_of()
         else:
             handle._note("here")
-            if self._stopped is not None:
+            if self._may_have_stopped:
                 self._tell_engine(lambda: self._engine.resume(source.request, source.term))
             outcome = self._failure_of()
         try:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Final
 
 import numpy as np
 
 from kvpool._core import Transfer
-from kvpool.errors import StateError
+from kvpool.errors import Error, StateError
+from kvpool.policy import migration as policy
 from kvpool.pool import Pool
 from kvpool.types import DRAM, HBM
 
 __all__ = ["NAMESPACE", "Mailbox"]
+
+_log = logging.getLogger("kvpool.migration")
 
 NAMESPACE: Final = "kvpool/migration"
 
@@ -53,6 +57,13 @@ class Mailbox:
             priority="decode",
             timeout=timeout,
         )
+
+    def answer(self, peer: str, said: policy.SourceSays | policy.DestinationSays, timeout: float) -> None:
+        """Says something about what is not under way. The other side asks again if this does not reach it."""
+        try:
+            self.begin(peer, policy.encode(said), timeout)
+        except Error as error:
+            _log.info("%s was not answered: %s", peer, error, extra={"peer": peer})
 
     def close(self) -> None:
         """Unpins the block. Idempotent."""

@@ -11,15 +11,16 @@ from types import TracebackType
 from typing import Final, get_args
 
 from kvpool.cluster import Cluster
-from kvpool.control.migration.arriving import Arriving, Budget, make_room
+from kvpool.control.migration.background import Threads
 from kvpool.control.migration.engine import MigratingEngine
 from kvpool.control.migration.evidence import Evidence, Proof
 from kvpool.control.migration.handle import Migrated, Migration
+from kvpool.control.migration.incoming import Incoming
 from kvpool.control.migration.leaving import Leaving
 from kvpool.control.migration.mailbox import NAMESPACE, Mailbox
 from kvpool.control.migration.talking import Dialogue, Timing
 from kvpool.control.migration.totals import MigrationTotals, Tally
-from kvpool.errors import ArgumentError, Busy, ClosedError, Error, OutOfBlocks, PeerLost, StateError
+from kvpool.errors import ArgumentError, ClosedError, PeerLost, StateError
 from kvpool.policy import migration as policy
 from kvpool.pool import Pool
 from kvpool.transfer import Received, ReceivedCallback
@@ -32,7 +33,6 @@ _log = logging.getLogger("kvpool.migration")
 _POOLS: Final[weakref.WeakSet[Pool]] = weakref.WeakSet()  # that have, or had, one of these
 _GROWTH_BLOCKS: Final = 2  # room for a request whose engine does not say how much it needs
 _ARRIVALS_MAX: Final = 8
-_RETRY_US: Final = 100_000
 
 
 class Migrations:
@@ -88,26 +88,31 @@ class Migrations:
             raise StateError("migrations: the pool has one already, or had one: a pool has one in its life")
         self._pool = pool
         self._engine = engine
-        self._medium = Medium(medium)
-        self._costs = costs
         self._rules = rules or policy.StopRules()
         self._timing = timing or Timing()
-        self._arrivals_max = arrivals_max
         self._on_received = on_received
-        self._budget = Budget(bytes_per_s)
         self._evidence = Evidence(pool, cluster, gone)
         self._tally = Tally()
+        self._threads = Threads()
         self._lock = threading.Lock()  # of what follows; held briefly
-        self._incarnation = pool._incarnation()
-        self._departures = policy.Departures(self._incarnation)
-        self._arrivals = policy.Arrivals(self._incarnation)
+        self._departures = policy.Departures(pool._incarnation())
         self._leaving: dict[policy.MigrationId, Leaving] = {}
-        self._arriving: dict[policy.MigrationId, Arriving] = {}
-        self._offered: set[policy.MigrationId] = set()  # that a thread looks at
-        self._threads: set[threading.Thread] = set()
         self._closed = False
         self._mailbox = Mailbox(pool)
         try:
+            self._incoming = Incoming(
+                pool,
+                engine,
+                self._mailbox,
+                self._evidence,
+                self._timing,
+                self._threads,
+                self._tally,
+                Medium(medium),
+                costs,
+                bytes_per_s,
+                arrivals_max,
+            )
             self._callback: ReceivedCallback | None = pool.inbox.on_received(self._receive) if take_inbox else None
         except BaseException:
             self._mailbox.close()
@@ -177,7 +182,7 @@ class Migrations:
             )
             self._departures.begin(source)
             self._leaving[source.id] = leaving
-            self._start(leaving.run)
+            self._threads.start(leaving.run)
         return handle
 
     def take(self, item: Received) -> bool:
@@ -195,7 +200,7 @@ class Migrations:
         if self._evidence.incarnation(peer) != sender:
             return True  # of an earlier incarnation, or of none
         if isinstance(said, policy.SourceSays):
-            self._hear_source(peer, said)
+            self._incoming.hear(peer, said)
         else:
             self._hear_destination(peer, said)
         return True
@@ -207,8 +212,7 @@ class Migrations:
 
     def arriving(self) -> tuple[str, ...]:
         """The names of the requests that come, and of those that came and whose source does not know it yet."""
-        with self._lock:
-            return tuple(each.destination.request for each in self._arriving.values())
+        return self._incoming.names()
 
     def totals(self) -> MigrationTotals:
         """What became of migrations so far."""
@@ -229,24 +233,15 @@ class Migrations:
             if self._closed:
                 return
             self._closed = True
-            leaving, arriving, threads = (
-                list(self._leaving.values()),
-                list(self._arriving.values()),
-                self._threads.copy(),
-            )
+            leaving = list(self._leaving.values())
         for each in leaving:
             each.handle.cancel()
-        for other in arriving:
-            other.give_up()
-        until = time.monotonic() + timeout
-        for thread in threads:
-            thread.join(max(0.0, until - time.monotonic()))
+        self._incoming.give_up()
+        self._threads.join(timeout)
         for each in leaving:
             each.tear_off(ClosedError("the migrations of this pool were closed"))
-        for other in arriving:
-            other.tear_off()
-        for thread in threads:
-            thread.join(self._timing.silence_s)
+        self._incoming.tear_off()
+        self._threads.join(self._timing.silence_s)
         if self._callback is not None:
             self._callback.close()
         self._mailbox.close()
@@ -275,87 +270,7 @@ class Migrations:
         if leaving is not None:
             leaving.dialogue.post(said)
         elif answer is not None:
-            self._answer(peer, answer)
-
-    def _hear_source(self, peer: str, said: policy.SourceSays) -> None:
-        answer: policy.DestinationSays | None = None
-        with self._lock:
-            arriving = self._arriving.get(said.id)
-            if arriving is None and said.id not in self._offered:
-                if not self._arrivals.is_new(said):
-                    answer = self._arrivals.answer(said)
-                elif self._closed or len(self._arriving) + len(self._offered) >= self._arrivals_max:
-                    answer = self._arrivals.refuse(said, "too many requests are on their way here")
-                else:
-                    self._offered.add(said.id)
-                    self._start(lambda: self._accept(peer, said))
-        if arriving is not None:
-            arriving.dialogue.post(said)
-        elif answer is not None:
-            self._answer(peer, answer)
-
-    def _answer(self, peer: str, said: policy.SourceSays | policy.DestinationSays) -> None:
-        """About what is not under way. The other side asks again if this does not reach it."""
-        try:
-            self._mailbox.begin(peer, policy.encode(said), self._timing.silence_s)
-        except Error as error:
-            _log.info("%s was not answered: %s", peer, error, extra={"peer": peer})
-
-    # ---- requests that come
-
-    def _accept(self, peer: str, offer: policy.SourceSays) -> None:
-        """The thread of a request that comes: makes room for all of it, or refuses it before anything has moved."""
-        made = self._arriving_of(peer, offer)
-        with self._lock:
-            self._offered.discard(offer.id)
-            if isinstance(made, Arriving):
-                self._arriving[offer.id] = made
-                if self._closed:
-                    made.give_up()
-        if isinstance(made, Arriving):
-            made.run()
-        else:
-            self._tally.arrived(offer.way, "failed")
-            self._answer(peer, made)
-
-    def _arriving_of(self, peer: str, offer: policy.SourceSays) -> Arriving | policy.DestinationSays:
-        try:
-            if not self._engine.admit(offer.request, len(offer.tokens)):
-                return self._refuse(offer, "the engine does not admit it")
-            room = make_room(self._pool, self._medium, offer)
-        except OutOfBlocks as error:
-            return self._refuse(offer, str(error), full=True)
-        except Exception as error:  # of the engine, too
-            _log.exception("request %r was refused", offer.request, extra={"peer": peer})
-            return self._refuse(offer, f"{type(error).__name__}: {error}")
-        way = self._way(peer, offer, len(room.prefix.addrs))
-        with self._lock:
-            destination = self._arrivals.begin(
-                offer,
-                lambda offer: policy.Destination(offer, way, len(room.prefix.addrs), self._pool.kv_layout.block_tokens),
-            )
-        dialogue: Dialogue[policy.SourceSays] = Dialogue(
-            self._mailbox, peer, self._timing, lambda: destination.says(self._next_number())
-        )
-        return Arriving(
-            destination, room, self._engine, dialogue, self._evidence, self._timing, self._budget, self._arrived
-        )
-
-    def _refuse(self, offer: policy.SourceSays, why: str, *, full: bool = False) -> policy.DestinationSays:
-        with self._lock:
-            return self._arrivals.refuse(offer, why, full=full)
-
-    def _way(self, peer: str, offer: policy.SourceSays, cached: int) -> policy.Way:
-        if offer.way != "auto":
-            return offer.way
-        if self._costs is None:
-            return "kv"
-        missing = max(0, len(offer.tokens) - cached * self._pool.kv_layout.block_tokens)
-        return self._costs.choose(peer, missing, self._engine.batch()).way
-
-    def _next_number(self) -> int:
-        with self._lock:
-            return self._arrivals.next_number()
+            self._mailbox.answer(peer, answer, self._timing.silence_s)
 
     # ---- ends
 
@@ -364,14 +279,6 @@ class Migrations:
         with self._lock:
             self._leaving.pop(leaving.source.id, None)
             self._departures.end(leaving.source)
-
-    def _arrived(self, arriving: Arriving) -> None:
-        destination = arriving.destination
-        result = "ok" if destination.state == "released" else destination.state
-        self._tally.arrived(destination.way, result)
-        with self._lock:
-            self._arriving.pop(destination.id, None)
-            self._arrivals.end(destination)
 
     # ---- the rest
 
@@ -391,19 +298,4 @@ class Migrations:
             raise ClosedError("the migrations of this pool were closed")
         if any(each.source.request == request for each in self._leaving.values()):
             raise StateError(f"request {request!r} is on its way already")
-        if self._arrivals.holds_back(request):
-            raise Busy(f"request {request!r} has just come, and its source may ask for it", retry_after_us=_RETRY_US)
-
-    def _start(self, work: Callable[[], None]) -> None:
-        """The caller holds the lock."""
-
-        def run() -> None:
-            try:
-                work()
-            finally:
-                with self._lock:
-                    self._threads.discard(thread)
-
-        thread = threading.Thread(target=run, name="kvpool-migration", daemon=True)
-        self._threads.add(thread)
-        thread.start()
+        self._incoming.check_may_leave(request)

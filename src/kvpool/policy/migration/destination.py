@@ -5,7 +5,8 @@
 
 D1  It decodes only after a hand-over was heard and all of its tokens are whole here.
 D2  `failed` is a promise: nothing changes it.
-D3  From `decoding` on its blocks are the request's own; before that they can be freed at any time.
+D3  A hand-over that was heard is enough: what cannot be fetched any more is computed from the tokens.
+D4  From `decoding` on its blocks are the request's own; before that they can be freed at any time.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class Destination:
         state: See above.
         why: In `failed` and `revoked`, why.
         full: It failed because there is no room.
+        alone: In `moving`: the source has handed it over, and is gone. Nobody else has the request.
         by_proof: In `released`: the source has not said so, but its incarnation is fenced.
         tokens: The request's, as far as they are known here.
         blocks: Where its blocks lie at the source, as far as that is known.
@@ -63,6 +65,7 @@ class Destination:
         self.state: DestinationState = "moving"
         self.why = ""
         self.full = False
+        self.alone = False
         self.by_proof = False
         self.tokens: Tokens = np.empty(0, np.int32)
         self.blocks: Addresses = np.empty(0, np.uint64)
@@ -85,6 +88,16 @@ class Destination:
     def ended(self) -> bool:
         """Whether nothing more is to be done."""
         return self.state in ("failed", "released", "revoked")
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing more is to be heard about it, either."""
+        return self.ended and not self.by_proof
+
+    @property
+    def handed(self) -> bool:
+        """Whether a hand-over was heard: all tokens and the engine's state are known here."""
+        return self._handed is not None
 
     @property
     def cached(self) -> int:
@@ -156,8 +169,18 @@ class Destination:
         """
         if self.state == "decoding" or self.by_proof:
             self.state, self.by_proof = "released", not ended
-        elif not self.ready:  # else all is here, and it is decoded: its source has let it go
+        elif not self.compute_rest():  # else it is decoded here: its source has let it go
             self.fail(why)
+        else:
+            self.alone = True
+
+    def compute_rest(self) -> bool:
+        """What is not here yet is computed: it cannot be fetched. False: no hand-over was heard, or it has ended."""
+        if self.state != "moving" or self._handed is None:
+            return False
+        if not self.ready:
+            self._way = "tokens"
+        return True
 
     def says(self, number: int) -> DestinationSays:
         """What to tell the source now."""

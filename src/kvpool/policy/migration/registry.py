@@ -2,13 +2,15 @@
 
 Two rules:
 
-    R1  A number that a source has used is used up: a destination that does not know it has failed it, for ever.
+R1  A number that a destination has heard of is used up: if it does not know what became of it, it has failed it, for
+    ever. It never forgets what is decoded here before its source has let it go, or was proved to be gone.
 R2  A source forgets only what has ended, and remembers which of these it took back by proof.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Final
 
@@ -19,6 +21,26 @@ from kvpool.policy.migration.source import Source
 __all__ = ["Arrivals", "Departures"]
 
 _ANSWERS: Final = 1 << 62  # above the numbers of a migration's own messages
+_WINDOW: Final = 256  # offers of one source may overtake each other by so many numbers
+
+
+class _Used:
+    """The numbers of one source that are used up: those that were heard of, and all that are far below them."""
+
+    def __init__(self) -> None:
+        self._heard: set[int] = set()
+        self._floor = 0  # up to here all are used up
+
+    def __contains__(self, number: int) -> bool:
+        return number <= self._floor or number in self._heard
+
+    def add(self, number: int) -> None:
+        """This one is used up."""
+        self._heard.add(number)
+        floor = max(self._heard) - _WINDOW
+        if floor > self._floor:
+            self._floor = floor
+            self._heard = {each for each in self._heard if each > floor}
 
 
 class Departures:
@@ -44,8 +66,9 @@ class Departures:
         self._under_way[source.id] = source
 
     def end(self, source: Source) -> None:
-        """It has ended here."""
-        self._under_way.pop(source.id, None)
+        """Nothing is done for it any more. One that has not ended was handed over: only its destination knows more."""
+        if source.ended:
+            self._under_way.pop(source.id, None)
         if source.by_proof:
             self._taken_back.add(source.id)
 
@@ -55,7 +78,7 @@ class Departures:
 
     def answer(self, said: DestinationSays) -> SourceSays | None:
         """What to say about a migration that is not under way any more; None: nothing."""
-        if said.id.source != self._incarnation or said.phase == "failed":
+        if said.id.source != self._incarnation or said.phase == "failed" or said.id in self._under_way:
             return None
         if said.phase == "moving":
             return SourceSays(said.id, next(self._answers), "cancelled")
@@ -73,8 +96,8 @@ class Arrivals:
         self._incarnation = incarnation
         self._numbers = itertools.count(1)
         self._under_way: dict[MigrationId, Destination] = {}
-        self._highest: dict[int, int] = {}  # number of each source
-        self._kept: dict[MigrationId, Destination] = {}  # decoded here, their sources fenced
+        self._used: defaultdict[int, _Used] = defaultdict(_Used)  # numbers of each source
+        self._kept: dict[MigrationId, Destination] = {}  # decoded here; their sources have not let them go
 
     def next_number(self) -> int:
         """Of a message: above those of all earlier ones."""
@@ -85,41 +108,41 @@ class Arrivals:
         return (
             said.id.destination == self._incarnation
             and said.phase == "offered"
-            and said.id.number > self._highest.get(said.id.source, 0)
+            and said.id.number not in self._used[said.id.source]
         )
 
     def begin(self, offer: SourceSays, make: Callable[[SourceSays], Destination]) -> Destination:
         """Takes an offer that is new: its number is used up, whatever becomes of it."""
-        self._highest[offer.id.source] = offer.id.number
+        self._used[offer.id.source].add(offer.id.number)
         self._under_way[offer.id] = made = make(offer)
         return made
 
     def refuse(self, offer: SourceSays, why: str, *, full: bool = False) -> DestinationSays:
         """Refuses an offer that is new: its number is used up. What to say."""
-        self._highest[offer.id.source] = offer.id.number
+        self._used[offer.id.source].add(offer.id.number)
         return DestinationSays(offer.id, self.next_number(), "failed", full=full, why=why)
 
     def end(self, destination: Destination) -> None:
-        """It has ended here."""
+        """Nothing is done for it any more. It is kept if it is decoded here and its source has not let it go."""
         self._under_way.pop(destination.id, None)
-        if destination.by_proof:
+        if destination.state == "decoding" or destination.by_proof:
             self._kept[destination.id] = destination
         else:
             self._kept.pop(destination.id, None)
 
     def find(self, id: MigrationId) -> Destination | None:
-        """A migration that is under way, or that ended here by a proof that may turn out wrong."""
+        """A migration that is under way, or that is kept."""
         return self._under_way.get(id) or self._kept.get(id)
 
     @property
     def kept(self) -> tuple[Destination, ...]:
-        """Those whose source was fenced before it said `released`. It is to be told of them when it is there again."""
+        """Those whose source has not said `released`: it is fenced, or silent. It is to be asked until it does."""
         return tuple(self._kept.values())
 
     def holds_back(self, request: str) -> bool:
-        """Whether a request that is decoded here must not migrate on yet: its source may ask for it, or has."""
+        """Whether a request must not migrate on yet: it is being adopted here, or its source may ask for it, or has."""
         return any(
-            each.request == request and (each.state in ("decoding", "revoked") or each.by_proof)
+            each.request == request and (each.ready or each.state in ("decoding", "revoked") or each.by_proof)
             for each in (*self._under_way.values(), *self._kept.values())
         )
 
@@ -131,5 +154,5 @@ class Arrivals:
         """What to say about a migration that is not under way, and was not offered just now; None: nothing."""
         if said.id.destination != self._incarnation or said.phase in ("cancelled", "released", "revoked"):
             return None
-        self._highest[said.id.source] = max(said.id.number, self._highest.get(said.id.source, 0))
+        self._used[said.id.source].add(said.id.number)
         return DestinationSays(said.id, self.next_number(), "failed", why="the destination does not know it any more")

@@ -206,6 +206,8 @@ class Source:
         full = self._full(old)
         if len(progress.tokens) < len(old.tokens) or progress.whole < old.whole:
             raise ArgumentError(f"request {self.request!r} has fewer tokens than before")
+        if not np.array_equal(progress.tokens[: len(old.tokens)], old.tokens):
+            raise ArgumentError(f"tokens of request {self.request!r} are others than before")
         if not np.array_equal(progress.blocks[:full], old.blocks[:full]):
             raise ArgumentError(f"full blocks of request {self.request!r} lie elsewhere than before")
         self._progress = progress.check(self._block_tokens)

@@ -51,14 +51,14 @@ class OutputGate:
             position: Of the token in the request's output, from 0.
 
         Raises:
-            ArgumentError: Tokens before this one were not delivered.
+            ArgumentError: Tokens before this one were not delivered. Nothing has changed: it is to be put out again.
         """
         if term < self._terms.get(request, term):
             return False
-        self._terms[request] = term
         done = self._delivered.get(request, 0)
-        if position > done:
+        if position > done:  # and what is missing may come in the old term
             raise ArgumentError(f"token {position} of request {request!r} comes after {done} delivered ones")
+        self._terms[request] = term
         self._delivered[request] = max(done, position + 1)
         return position == done
 
