@@ -380,16 +380,20 @@ TEST_CASE("a longer call than before does not wait for all work of the GPU") {
   const AttendingGpu gpu;
   gpu.fake().set("unmap_waits", 1);
   const EngineStream engine(gpu.fake());
-  std::vector<std::unique_ptr<Sequence>> sequences;
-  for (const std::uint64_t tokens : {64U, 12000U, 20000U}) {
-    Wanted wanted;
-    wanted.query_tokens = 16;
-    wanted.query_heads = 32;  // 135 KB of results for each leaf
-    wanted.range = {0, tokens};
-    sequences.push_back(std::make_unique<Sequence>(gpu, wanted, dice));
-  }
+  Wanted wanted;
+  wanted.query_tokens = 16;
+  wanted.query_heads = 32;  // 135 KB of results for each leaf
+  wanted.range = {0, 20};
+  const Sequence sequence(gpu, wanted, dice);
   const Gate gate(engine);  // a stream that stands
-  for (const auto& sequence : sequences) (void)sequence->on_gpu(gpu);
+  for (const std::size_t items : {1U, 12U, 30U}) {
+    const std::vector<AttendItem> same(items, sequence.there());
+    AttendCall call = sequence.call(sequence.there());
+    call.items = same;
+    const auto got = attended(gpu, call);
+    REQUIRE(got.size() == items);
+    check_same(got.back(), sequence.on_cpu()[0]);
+  }
 }
 
 TEST_CASE("threads that ask one GPU for attention do not disturb each other") {
