@@ -147,7 +147,7 @@ MIGRATION_BUGS: Final[tuple[Bug, ...]] = (
         in_python(
             "control/migration/arriving.py",
             "                is_free = self._room.give_up()\n            elif",
-            "                pass\n            elif",
+            "                is_free = True\n            elif",
         ),
         _CARRIED_OUT,
         build="python",

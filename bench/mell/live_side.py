@@ -188,7 +188,7 @@ class Subject:
         return True
 
     def prefill(self, request: str, tokens: npt.NDArray[np.int32], begin: int, blocks: npt.NDArray[np.uint64]) -> None:
-        raise NotImplementedError("this engine has no model to prefill with")
+        raise kvpool.Unsupported("this engine has no model to prefill with: requests come by KV")
 
     def adopt(self, arrived: Arrived) -> None:
         own = np.concatenate([arrived.own, arrived.spare])

@@ -13,17 +13,13 @@ namespace {
 
 constexpr std::uint64_t kNoPeer = 0;
 
-void throw_medium(Address address, std::size_t position, const char* wanted) {
-  throw Error(ErrorCode::kArgument,
-              "address " + std::to_string(address) + " (position " + std::to_string(position) + ") is not in " + wanted,
-              {{"address", static_cast<std::int64_t>(address)}, {"position", static_cast<std::int64_t>(position)}});
-}
-
 void check_medium(std::span<const Address> addresses, Medium wanted) {
   for (std::size_t i = 0; i < addresses.size(); ++i) {
-    if (medium_bits_of(addresses[i]) != static_cast<std::uint32_t>(wanted)) {
-      throw_medium(addresses[i], i, medium_name(wanted));
-    }
+    if (medium_bits_of(addresses[i]) == static_cast<std::uint32_t>(wanted)) continue;
+    throw Error(ErrorCode::kArgument,
+                "address " + std::to_string(addresses[i]) + " (position " + std::to_string(i) + ") is not in " +
+                    medium_name(wanted),
+                {{"address", static_cast<std::int64_t>(addresses[i])}, {"position", static_cast<std::int64_t>(i)}});
   }
 }
 

@@ -187,9 +187,7 @@ std::shared_ptr<const DeviceOrder> PoolMemory::order_of_content(const CallerStre
 }
 
 std::shared_ptr<const DeviceOrder> PoolMemory::order_after(const CallerStream& stream) {
-  check_stream(stream);
-  if (!stream) return nullptr;
-  return DeviceOrder::after(arena(Medium::kHbm)->context(), stream);
+  return stream ? order_of_content(stream) : nullptr;
 }
 
 }  // namespace kvpool
