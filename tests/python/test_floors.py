@@ -59,13 +59,14 @@ PYTHON_FLOORS: dict[str, set[str]] = {
     "control": {"errors", "types", "config", "waiting", "_core", "alloc", "index", "transfer", "cluster", "pool"}
     | {"policy"},
     "observe": {"errors", "types", "_core", "index", "transfer", "peers", "pool"},
+    "engines": {"errors", "types", "_core", "pool", "control", "observe"},  # a folder an engine, which alone knows it
     "sim": {"errors", "types", "index", "policy"},
     "cli": {"_core", "alloc", "cluster", "config", "control", "errors", "index", "policy", "pool", "sim", "transfer"}
     | {"types"},
     "__main__": {"cli"},
 }
 # The package's __init__ imports every package but those that users import by name; nothing imports __init__.
-PYTHON_FLOORS["__init__"] = set(PYTHON_FLOORS) - {"observe", "cli", "__main__"}
+PYTHON_FLOORS["__init__"] = set(PYTHON_FLOORS) - {"observe", "engines", "cli", "__main__"}
 PYTHON_FOREIGN_ALLOWED = {"numpy", "tomli", "tomllib"}  # tomllib: in the standard library since 3.11
 
 # What only an extra brings, and the one module or folder that may import it. `import kvpool` imports none of these.
@@ -73,6 +74,7 @@ PYTHON_EXTRAS = {
     "observe/metrics.py": {"prometheus_client"},
     "observe/migration_metrics.py": {"prometheus_client"},
     "observe/events": {"msgpack", "zmq"},
+    "engines/vllm": {"prometheus_client", "torch", "vllm"},
     "cli/sim_show.py": {"matplotlib", "rich"},
     "cli/top.py": {"rich"},
     "control/reading": {"msgspec", "tokenizers"},

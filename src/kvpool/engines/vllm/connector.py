@@ -1,0 +1,251 @@
+"""vLLM's interface to a cache of KV blocks (``KVConnectorBase_V1``), over the pool of the engine.
+
+vLLM makes two of these: one beside its scheduler and one in its worker. This module translates; what it calls decides.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import vllm
+
+from kvpool.engines.vllm.versions import check_version
+
+check_version(vllm.__version__)  # before the imports that another release may lack
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.v1.executor.abstract import Executor  # noqa: E402
+from vllm.v1.executor.uniproc_executor import UniProcExecutor  # noqa: E402
+from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: E402
+
+from kvpool.engines.vllm import engine_pool  # noqa: E402
+from kvpool.engines.vllm.engine_pool import EnginePool, StepPlan  # noqa: E402
+from kvpool.engines.vllm.layouts import adoption_of, pages_of  # noqa: E402
+from kvpool.engines.vllm.metrics import KvpoolPromMetrics, KvpoolStats  # noqa: E402
+from kvpool.engines.vllm.options import Options  # noqa: E402
+from kvpool.engines.vllm.planner import Planner  # noqa: E402
+from kvpool.errors import StateError, Unsupported  # noqa: E402
+from kvpool.pool import Pool  # noqa: E402
+
+__all__ = ["KvpoolConnector"]
+
+_log = logging.getLogger("kvpool.engines.vllm")
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not there for the type checker
+    """From the scheduler's connector to the worker's, once a step."""
+
+    plan: StepPlan
+
+
+class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """Keeps computed blocks in DRAM, and brings them back. vLLM makes it; see docs/how-to/vllm.md.
+
+    Raises:
+        Unsupported: The engine has several workers, or a worker in another process; several groups of KV layers; or
+            pages that are not plain K and V.
+        ArgumentError, ArgumentTypeError: ``kv_connector_extra_config`` is wrong.
+        OutOfMemory: The machine does not have the memory for the cache.
+        LayoutMismatch: vLLM's tensors are not what its configuration says.
+    """
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        transfer = self._kv_transfer_config
+        self._options = Options.parse(transfer.kv_connector_extra_config)
+        self._engine_id: str = transfer.engine_id
+        _check_processes(vllm_config)
+        self._pages = pages_of(kv_cache_config)
+        self._engine: EnginePool | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            # The worker is made first, and has registered its tensors.
+            self._engine = engine_pool.find(self._engine_id)
+            if self._engine is None:
+                raise _not_here("no worker has registered its blocks in the scheduler's process")
+            self._planner = Planner(
+                self._engine,
+                self._pages.block_tokens,
+                loads=transfer.is_kv_consumer,
+                saves=transfer.is_kv_producer,
+                async_load=self._options.async_load,
+            )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A block that is not saved is computed again: nothing depends on it."""
+        return False
+
+    # ---- the scheduler's side
+
+    def on_new_request(self, request: Any) -> None:
+        """Remembers it."""
+        self._planner.add(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens beyond `num_computed_tokens` are cached, and whether they are loaded beside steps."""
+        return self._planner.match(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Plans the load."""
+        if num_external_tokens:
+            self._planner.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        """The plan of the step."""
+        state = scheduler_output.kv_connector_block_state
+        return StepMetadata(
+            self._planner.plan(
+                scheduler_output.num_scheduled_tokens,
+                lambda request_id: state.get_block_ids(request_id)[0],
+                bool(scheduler_output.kv_cache_block_copies),
+            )
+        )
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Learns which loads have failed."""
+        if connector_output.invalid_block_ids:
+            self._planner.failed(connector_output.invalid_block_ids)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """VLLM may free the blocks at once: whoever writes to them next waits for what reads them."""
+        self._planner.finish(request.request_id)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As request_finished."""
+        return self.request_finished(request, block_ids[0] if block_ids else [])
+
+    def reset_cache(self) -> bool:
+        """Drops all that is cached. False if something is still in use."""
+        return self._planner.reset()
+
+    # ---- the worker's side
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Makes the pool over vLLM's tensors."""
+        tensors = [kv_caches[name] for name in self._pages.layers]
+        found = adoption_of(self._pages, tensors[0].shape, tensors[0].stride())
+        device = tensors[0].device
+        settings: dict[str, Any] = {} if self._options.name is None else {"name": self._options.name}
+        pool = Pool(
+            found.layout,
+            hbm=[tensor.permute(found.order) for tensor in tensors],
+            block_dim=found.block_dim,
+            dram_blocks=self._options.blocks(found.layout.block_bytes),
+            engine_allocates=True,
+            **settings,
+        )
+        stream = (lambda: torch.cuda.current_stream(device)) if device.type == "cuda" else None
+        self._engine = EnginePool(pool, self._pages.blocks, stream)
+        engine_pool.attach(self._engine_id, self._engine)
+        _log.info("vLLM's %d blocks are on kvpool: %s", self._pages.blocks, pool)
+
+    def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
+        """Called before each step: waits for the saves whose blocks the step writes."""
+        self._worker().await_saves_of(kv_connector_metadata.plan.written)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Carries out the step's loads; vLLM calls it before the step if one of them must be done by then."""
+        engine = self._worker()
+        for load in self._step().loads:
+            if self._options.async_load:
+                engine.begin_load(load)
+            else:
+                engine.load(load)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: loads are of all layers, and done."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: blocks are saved when all layers are computed."""
+
+    def wait_for_save(self) -> None:
+        """Begins the step's saves; a thread of the pool copies while the next step computes."""
+        engine = self._worker()
+        for save in self._step().saves:
+            engine.begin_save(save)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """The requests whose asynchronous loads have ended."""
+        return None, (self._worker().take_ended_loads() if self._options.async_load else None)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """The blocks that loads did not fill; vLLM computes them."""
+        return self._worker().take_failed_blocks()
+
+    def get_kv_connector_stats(self) -> KvpoolStats | None:
+        """What happened since the last call."""
+        if self.role != KVConnectorRole.WORKER:
+            return None
+        figures = self._worker().take_figures()
+        return KvpoolStats(data=dict(figures)) if figures else None
+
+    def shutdown(self) -> None:
+        """Closes the pool; the first side that is shut down does it."""
+        engine_pool.detach(self._engine_id)
+
+    # ---- the class
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvpoolStats:
+        """Of a dict that came from the worker."""
+        return KvpoolStats(data=dict(data or {}))
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KvpoolPromMetrics:
+        """Counters for Prometheus."""
+        return KvpoolPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Nothing is done between layers."""
+        return False
+
+    # ----
+
+    def _worker(self) -> EnginePool:
+        if self._engine is None:
+            raise StateError("vLLM has not registered its KV tensors yet")
+        return self._engine
+
+    def _step(self) -> StepPlan:
+        plan: StepPlan = self._get_connector_metadata().plan
+        return plan
+
+
+def _check_processes(vllm_config: Any) -> None:
+    """The scheduler and the one worker must share a process."""
+    parallel = vllm_config.parallel_config
+    if parallel.world_size != 1:
+        raise _not_here(f"this engine has {parallel.world_size} workers")
+    if not issubclass(Executor.get_class(vllm_config), UniProcExecutor):
+        raise _not_here(f"the executor is {parallel.distributed_executor_backend!r}")
+    if vllm_config.model_config.enable_sleep_mode:
+        raise Unsupported("KvpoolConnector does not support sleep mode: vLLM would unmap blocks that the pool reads")
+
+
+def _not_here(why: str) -> Unsupported:
+    return Unsupported(
+        f"{why}; KvpoolConnector supports one worker in the scheduler's process: tensor_parallel_size=1, "
+        "pipeline_parallel_size=1, distributed_executor_backend='uni'. On a CPU vLLM takes 'uni' only with "
+        "VLLM_ENABLE_V1_MULTIPROCESSING=0"
+    )

@@ -1,0 +1,331 @@
+"""The pool of one engine, and the copies that are under way between it and vLLM's blocks.
+
+All of vLLM's blocks are adopted once, since its allocator does not ask anybody before it uses a block again. So one
+rule is kept here that the pool cannot keep: nothing writes to a block while a save reads it. A step names the blocks
+that it writes, and `await_saves_of` waits for the saves that read one of them. A running request's whole blocks are not
+written, and vLLM reuses the blocks that were freed last after all others, so in practice nothing waits.
+
+The scheduler's side and the worker's side share this object: both are in one process. With workers in other processes,
+a pool at the scheduler would stand here.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool import _core
+from kvpool.engines.vllm.figures import Figures
+from kvpool.errors import DeadlineExceeded, Error, OutOfBlocks, StateError
+from kvpool.pool import Pool
+from kvpool.types import DRAM
+
+__all__ = ["EnginePool", "LoadPlan", "SavePlan", "StepPlan", "attach", "detach", "find"]
+
+_log = logging.getLogger("kvpool.engines.vllm")
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """A load of one request: blocks of its pinned match, from `first` on, into vLLM's `blocks`."""
+
+    request_id: str
+    first: int
+    blocks: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """A prompt of whole blocks, and vLLM's blocks that hold it when the step has ended."""
+
+    request_id: str
+    namespace: str
+    tokens: npt.NDArray[np.int32]
+    blocks: npt.NDArray[np.int64]
+
+
+@dataclass
+class StepPlan:
+    """What a step does besides computing.
+
+    Attributes:
+        loads: Before it, or beside it.
+        saves: After it.
+        written: Blocks that it may write; None: any.
+    """
+
+    loads: list[LoadPlan] = field(default_factory=list)
+    saves: list[SavePlan] = field(default_factory=list)
+    written: set[int] | None = field(default_factory=set)
+
+
+@dataclass
+class _Save:
+    copy: _core.BlockCopy
+    blocks: frozenset[int]
+    tokens: int
+
+
+@dataclass
+class _Load:
+    copy: _core.BlockCopy
+    hit: _core.Match
+    blocks: npt.NDArray[np.int64]
+    began: float
+
+
+class EnginePool:
+    """The pool of an engine. Not thread-safe: the engine's one thread schedules and executes.
+
+    Attributes:
+        pool: The pool.
+        figures: What happened since somebody took them.
+        suspects: vLLM's blocks with wrong content, after a load failed, until they are written again.
+    """
+
+    def __init__(self, pool: Pool, blocks: int, stream: Callable[[], Any] | None = None) -> None:
+        """Adopts all blocks.
+
+        Args:
+            pool: With ``engine_allocates=True``. It is closed by `close`.
+            blocks: How many vLLM has.
+            stream: Returns the CUDA stream whose work writes and reads the blocks; None on a CPU.
+        """
+        self.pool = pool
+        self.figures = Figures()
+        self.suspects: set[int] = set()
+        self._block_tokens = pool.kv_layout.block_tokens
+        self._addrs = pool.adopt(np.arange(blocks))
+        self._stream = stream
+        self._hits: dict[str, _core.Match] = {}
+        self._saves: list[_Save] = []
+        self._loads: dict[str, _Load] = {}
+        self._failed_blocks: set[int] = set()
+        self._ended_loads: set[str] = set()
+
+    # ---- the scheduler's side
+
+    def pin(self, request_id: str, tokens: npt.NDArray[np.int32], namespace: str) -> int:
+        """Looks a prompt up, and pins what is cached of it until `unpin` or the end of a load. Returns the tokens."""
+        self.unpin(request_id)
+        hit = self.pool.match(tokens, namespace)
+        if not hit.tokens:
+            hit.close()
+            return 0
+        self._hits[request_id] = hit
+        return hit.tokens
+
+    def unpin(self, request_id: str) -> None:
+        """Ends the pin of a request, if it has one that no load has taken."""
+        hit = self._hits.pop(request_id, None)
+        if hit is not None:
+            hit.close()
+
+    @property
+    def saving(self) -> bool:
+        """Whether a save is under way."""
+        self._reap_saves()
+        return bool(self._saves)
+
+    def clear(self) -> bool:
+        """Waits for all copies, and drops all that is cached. Returns whether nothing is left."""
+        for save in self._saves:
+            _await(save.copy)
+        for load in self._loads.values():
+            _await(load.copy)
+        self._reap_saves()
+        self._reap_loads()
+        for request_id in list(self._hits):
+            self.unpin(request_id)
+        while self.pool.evict(1 << 20, DRAM):
+            pass
+        return self.pool.stats().dram.historical == 0
+
+    # ---- the worker's side
+
+    def await_saves_of(self, written: set[int] | None) -> None:
+        """Waits for the saves that read one of the blocks. REQUIRES: before anything writes to them."""
+        waiting = [save for save in self._saves if written is None or not save.blocks.isdisjoint(written)]
+        if not waiting:
+            return
+        began = time.perf_counter()
+        for save in waiting:
+            _await(save.copy)
+        self.figures.add(save_wait_seconds=time.perf_counter() - began)
+        self._reap_saves()
+
+    def load(self, plan: LoadPlan) -> None:
+        """Loads, and returns when the blocks are filled. A failure is told by `take_failed_blocks`."""
+        self._begin_load(plan)
+        load = self._loads.pop(plan.request_id, None)
+        if load is not None:
+            _await(load.copy)
+            self._end_load(load)
+        self._ended_loads.discard(plan.request_id)
+
+    def begin_load(self, plan: LoadPlan) -> None:
+        """Begins to load. `take_ended_loads` tells the end, also of a load that could not begin."""
+        self._begin_load(plan)
+
+    def take_ended_loads(self) -> set[str]:
+        """The requests whose `begin_load` has ended, well or not, since the last call."""
+        self._reap_loads()
+        ended, self._ended_loads = self._ended_loads, set()
+        return ended
+
+    def take_failed_blocks(self) -> set[int]:
+        """VLLM's blocks that loads should have filled and did not, since the last call."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def begin_save(self, plan: SavePlan) -> None:
+        """Begins to save what is not cached of a prompt. Raises nothing for lack of room: then it is not cached."""
+        blocks = frozenset(plan.blocks.tolist())
+        if not self.suspects.isdisjoint(blocks):
+            return
+        try:
+            copy = self.pool.save(
+                plan.tokens, self._addrs[plan.blocks], plan.namespace, stream=self._current_stream(), wait=False
+            )
+        except Error as error:
+            self._save_failed(error)
+            return
+        self._saves.append(_Save(copy, blocks, len(plan.tokens)))
+
+    def take_figures(self) -> Figures:
+        """What happened since the last call."""
+        self._reap_saves()
+        taken, self.figures = self.figures, Figures()
+        return taken
+
+    def close(self) -> None:
+        """Closes the pool. Copies under way end first, since vLLM frees its tensors next."""
+        if self.pool.closed:
+            return
+        for copy in [*(save.copy for save in self._saves), *(load.copy for load in self._loads.values())]:
+            _await(copy)
+        for hit in self._hits.values():
+            hit.close()
+        self._hits.clear()
+        self._saves.clear()
+        self._loads.clear()
+        self.pool.close()
+
+    # ----
+
+    def _current_stream(self) -> Any:
+        return None if self._stream is None else self._stream()
+
+    def _begin_load(self, plan: LoadPlan) -> None:
+        hit = self._hits.pop(plan.request_id, None)
+        began = time.perf_counter()
+        try:
+            if hit is None:
+                raise StateError(f"the match of request {plan.request_id} was given up before its load")
+            self.await_saves_of(set(plan.blocks.tolist()))
+            source = hit.addrs[plan.first : plan.first + len(plan.blocks)]
+            copy = self.pool.load(source, self._addrs[plan.blocks], stream=self._current_stream(), wait=False)
+        except Error as error:
+            if hit is not None:
+                hit.close()
+            self._load_failed(plan.blocks, error)
+            self._ended_loads.add(plan.request_id)
+            return
+        self._loads[plan.request_id] = _Load(copy, hit, plan.blocks, began)
+
+    def _end_load(self, load: _Load) -> None:
+        load.hit.close()
+        error = load.copy.exception(0)
+        if error is not None:
+            self._load_failed(load.blocks, error)
+            return
+        loaded = load.blocks.tolist()
+        if self.suspects:
+            self.suspects.difference_update(loaded)
+        self.figures.add(
+            loads=1, loaded_tokens=len(loaded) * self._block_tokens, load_seconds=time.perf_counter() - load.began
+        )
+
+    def _load_failed(self, blocks: npt.NDArray[np.int64], error: Exception) -> None:
+        _log.warning("a load of %d blocks failed, and their tokens are computed instead: %s", len(blocks), error)
+        self.figures.add(failed_loads=1)
+        self._failed_blocks.update(blocks.tolist())
+        self.suspects.update(blocks.tolist())
+
+    def _reap_loads(self) -> None:
+        for request_id, load in list(self._loads.items()):
+            if load.copy.done():
+                del self._loads[request_id]
+                self._ended_loads.add(request_id)
+                self._end_load(load)
+
+    def _reap_saves(self) -> None:
+        if not any(save.copy.done() for save in self._saves):
+            return
+        left = []
+        for save in self._saves:
+            if not save.copy.done():
+                left.append(save)
+                continue
+            error = save.copy.exception(0)
+            if error is None:
+                self.figures.add(saves=1, saved_tokens=save.copy.result * self._block_tokens)
+            else:
+                self._save_failed(error)
+        self._saves = left
+
+    def _save_failed(self, error: Exception) -> None:
+        self.figures.add(failed_saves=1)
+        # Without room, what is cached is all in use: nothing to tell a person at each step.
+        level = logging.DEBUG if isinstance(error, OutOfBlocks) else logging.WARNING
+        _log.log(level, "blocks were not saved: %s", error)
+
+
+def _await(copy: _core.BlockCopy) -> None:
+    """Returns when a copy has ended, well or not: until then its blocks must not be touched."""
+    while not copy.done():
+        try:
+            copy.exception()
+        except DeadlineExceeded:
+            _log.warning("a copy between vLLM's blocks and DRAM takes long; waiting on")
+
+
+# ---- which engine has which pool: the sides of a connector find each other by the engine's id
+
+_pools: dict[str, EnginePool] = {}
+_lock = threading.Lock()
+
+
+def attach(engine_id: str, engine: EnginePool) -> None:
+    """Makes an engine's pool known in this process. One of an engine that was not shut down is closed."""
+    with _lock:
+        previous = _pools.get(engine_id)
+        _pools[engine_id] = engine
+    if previous is not None:
+        previous.close()
+
+
+def find(engine_id: str) -> EnginePool | None:
+    """The pool of an engine of this process."""
+    with _lock:
+        return _pools.get(engine_id)
+
+
+def detach(engine_id: str) -> None:
+    """Closes an engine's pool, if it has one."""
+    with _lock:
+        engine = _pools.pop(engine_id, None)
+    if engine is not None:
+        engine.close()
+
+
+def ids(blocks: Iterable[int]) -> npt.NDArray[np.int64]:
+    """Block ids of vLLM as an array."""
+    return np.fromiter(blocks, np.int64)

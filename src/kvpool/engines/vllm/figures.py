@@ -1,0 +1,32 @@
+"""What the connector counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+__all__ = ["FIGURES", "Figures"]
+
+FIGURES: dict[str, str] = {
+    "loads": "Prompts of which a part was loaded",
+    "loaded_tokens": "Tokens loaded from DRAM",
+    "load_seconds": "Seconds from the begin to the end of loads",
+    "failed_loads": "Loads that failed; their tokens were computed",
+    "saves": "Saves that ended well",
+    "saved_tokens": "Tokens copied to DRAM",
+    "save_wait_seconds": "Seconds that steps waited for saves, because they write to their blocks",
+    "failed_saves": "Saves that failed, most for lack of room",
+}
+
+
+class Figures(dict[str, float]):
+    """Counts of one interval, by a name of FIGURES; a missing one is 0."""
+
+    def add(self, **more: float) -> None:
+        """Adds to counts."""
+        for name, value in more.items():
+            self[name] = self.get(name, 0) + value
+
+    def merge(self, other: Mapping[str, float]) -> None:
+        """Adds those of another interval."""
+        for name, value in other.items():
+            self[name] = self.get(name, 0) + value

@@ -1,0 +1,137 @@
+"""What a page of vLLM's KV tensors holds, as a KVLayout.
+
+vLLM has a tensor for each layer, whose dimensions and their order in memory depend on the attention backend. The pool
+takes tensors whose dimensions stand in the order of memory, so they are permuted, and then compared with what is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from kvpool.errors import LayoutMismatch, Unsupported
+from kvpool.types import KVLayout
+
+__all__ = ["Adoption", "Pages", "adoption_of", "pages_of"]
+
+_DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "uint8", "int8")
+
+
+@dataclass(frozen=True)
+class Pages:
+    """What vLLM says of its pages.
+
+    Attributes:
+        layers: Names of the layers, in their order.
+        kv_heads: Heads of K and of V.
+        head_dim: Elements of a head; of latent attention, elements of the latent.
+        dtype: A name of `kvpool.types.DTYPES`.
+        block_tokens: Tokens in a block.
+        blocks: Blocks of a tensor.
+        latent: Latent attention (MLA): a token has one latent, and no K and V.
+    """
+
+    layers: tuple[str, ...]
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    block_tokens: int
+    blocks: int
+    latent: bool = False
+
+
+class Adoption(NamedTuple):
+    """How the pool takes the tensors.
+
+    Attributes:
+        layout: Of a block.
+        block_dim: The dimension that counts blocks, after the permutation.
+        order: The permutation that brings a tensor's dimensions into the order of memory.
+    """
+
+    layout: KVLayout
+    block_dim: int
+    order: tuple[int, ...]
+
+
+def pages_of(kv_cache_config: Any) -> Pages:
+    """Reads vLLM's ``KVCacheConfig``.
+
+    Raises:
+        Unsupported: It has several groups of layers, layers that drop blocks (sliding window, Mamba), or pages that are
+            quantized with scales, padded, or otherwise not plain K and V.
+    """
+    groups = [group for group in kv_cache_config.kv_cache_groups if group.layer_names]
+    if len(groups) != 1:
+        raise Unsupported(
+            f"the model has {len(groups)} groups of KV layers; KvpoolConnector supports one: models whose layers all "
+            "attend to all tokens, and others with --disable-hybrid-kv-cache-manager where vLLM allows it",
+            groups=len(groups),
+        )
+    spec, names = groups[0].kv_cache_spec, tuple(groups[0].layer_names)
+    kind = {base.__name__ for base in type(spec).__mro__}
+    if "FullAttentionSpec" not in kind:
+        raise Unsupported(f"KvpoolConnector supports full attention, and the layers are of {type(spec).__name__}")
+    latent = "MLAAttentionSpec" in kind
+    dtype = str(spec.dtype).removeprefix("torch.")
+    if dtype not in _DTYPES:
+        raise Unsupported(f"KvpoolConnector does not support a KV cache of {dtype}", dtype=dtype)
+    pages = Pages(names, spec.num_kv_heads, spec.head_size, dtype, spec.block_size, kv_cache_config.num_blocks, latent)
+    layout = _layout(pages, "NHD", "fused") if not latent or not spec.head_size % 2 else None
+    if layout is None or layout.block_bytes != spec.page_size_bytes * len(names):
+        expected = "odd" if layout is None else layout.block_bytes // len(names)
+        raise Unsupported(
+            f"a page of a layer has {spec.page_size_bytes} bytes, and K and V of {pages.kv_heads} heads, "
+            f"{pages.block_tokens} tokens and {pages.head_dim} elements of {dtype} have {expected}: KvpoolConnector "
+            "supports plain pages, not padded ones or those with scales",
+            page_bytes=spec.page_size_bytes,
+        )
+    return pages
+
+
+def adoption_of(pages: Pages, shape: Sequence[int], strides: Sequence[int]) -> Adoption:
+    """Finds how a layer's tensor holds the pages. All layers must be alike, which the pool checks.
+
+    Args:
+        pages: What vLLM says.
+        shape: Of the tensor of a layer.
+        strides: In elements.
+
+    Raises:
+        LayoutMismatch: It holds none of the pages that are known.
+    """
+    order = tuple(sorted(range(len(shape)), key=lambda dim: (-strides[dim], dim)))
+    extents = [shape[dim] for dim in order]
+    for dims, kind, candidate, block_dim in _candidates(pages):
+        if extents == candidate:
+            return Adoption(_layout(pages, dims, kind), block_dim, order)
+    raise LayoutMismatch(
+        f"vLLM's tensor of layer {pages.layers[0]} has the shape {tuple(shape)} and the strides {tuple(strides)}: "
+        f"not {pages.blocks} pages of {pages.kv_heads} heads, {pages.block_tokens} tokens and {pages.head_dim} "
+        f"elements of {pages.dtype} in any order that KvpoolConnector knows",
+        shape=list(shape),
+    )
+
+
+_Dims = Literal["HND", "NHD"]
+_Kind = Literal["split", "fused"]
+
+
+def _candidates(pages: Pages) -> Iterator[tuple[_Dims, _Kind, list[int], int]]:
+    """Dimensions in the order of memory. Where heads and tokens are equally many the first one counts."""
+    blocks, heads, tokens, dim = pages.blocks, pages.kv_heads, pages.block_tokens, pages.head_dim
+    if pages.latent:
+        yield "NHD", "fused", [blocks, tokens, dim], 0
+        yield "NHD", "fused", [blocks, tokens, 1, dim], 0
+        return
+    yield "HND", "fused", [blocks, heads, tokens, 2 * dim], 0
+    yield "NHD", "fused", [blocks, tokens, heads, 2 * dim], 0
+    for dims, inner in (("NHD", [tokens, heads]), ("HND", [heads, tokens])):
+        yield dims, "split", [2, blocks, *inner, dim], 1  # type: ignore[misc]
+        yield dims, "split", [blocks, 2, *inner, dim], 0  # type: ignore[misc]
+
+
+def _layout(pages: Pages, dims: _Dims, kind: _Kind) -> KVLayout:
+    heads, dim = (1, pages.head_dim // 2) if pages.latent else (pages.kv_heads, pages.head_dim)
+    return KVLayout(len(pages.layers), heads, dim, pages.dtype, pages.block_tokens, dims=dims, pages=kind)

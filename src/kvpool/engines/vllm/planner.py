@@ -1,0 +1,173 @@
+"""The scheduler's side: which blocks a step loads, saves and writes. Knows vLLM's objects by their attributes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.engines.vllm.engine_pool import EnginePool, LoadPlan, SavePlan, StepPlan, ids
+from kvpool.engines.vllm.requests import Tracked, cacheable, namespace_of
+
+__all__ = ["Planner"]
+
+
+class Planner:
+    """Plans loads and saves of one engine. Not thread-safe.
+
+    Args:
+        engine: Where loads and saves are carried out.
+        block_tokens: Tokens in a block.
+        loads: Prompts are looked up.
+        saves: Blocks are saved.
+        async_load: Loads are carried out beside steps.
+    """
+
+    def __init__(
+        self, engine: EnginePool, block_tokens: int, *, loads: bool = True, saves: bool = True, async_load: bool = False
+    ) -> None:
+        self._engine = engine
+        self._block_tokens = block_tokens
+        self._reads, self._writes = loads, saves
+        self._async_load = async_load
+        self._tracked: dict[str, Tracked] = {}
+        self._offered: set[str] = set()  # pinned, and no load was planned
+        self._loads: list[LoadPlan] = []
+        self._loading: dict[str, npt.NDArray[np.int64]] = {}  # blocks of the last load of each request
+        self._planned_saves = False  # by the previous step
+
+    def add(self, request: Any) -> Tracked:
+        """A request that is new, or that has the id of one that has ended."""
+        self.finish(request.request_id)
+        fit = cacheable(request)
+        tracked = Tracked(
+            request=request,
+            namespace=namespace_of(request) if fit else "",
+            readable=fit and self._reads and not request.skip_reading_prefix_cache,
+            writable=fit and self._writes,
+        )
+        self._tracked[request.request_id] = tracked
+        return tracked
+
+    def match(self, request: Any, computed: int) -> tuple[int, bool]:
+        """How many tokens are cached beyond the `computed` first, and whether they are loaded beside steps.
+
+        The hit stays pinned until the step is planned. At least one token is left to compute.
+        """
+        tracked = self._tracked.get(request.request_id) or self.add(request)
+        tracked.planned, tracked.local = 0, computed
+        self._loading.pop(request.request_id, None)
+        if not tracked.readable:
+            return 0, False
+        tokens = tracked.tokens.first(request, request.num_tokens - 1)
+        found = self._engine.pin(request.request_id, tokens, tracked.namespace)
+        tracked.planned = found // self._block_tokens
+        if found <= computed:
+            self._engine.unpin(request.request_id)
+            return 0, False
+        self._offered.add(request.request_id)
+        return found - computed, self._async_load
+
+    def allocated(self, request: Any, blocks: Sequence[int], external: int) -> None:
+        """VLLM has blocks for the request: `external` tokens after its own are to be loaded into them."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or not external:
+            return
+        first = tracked.local // self._block_tokens
+        into = ids(blocks[first : first + external // self._block_tokens])
+        self._offered.discard(request.request_id)
+        self._loads.append(LoadPlan(request.request_id, first, into))
+        self._loading[request.request_id] = into
+
+    def plan(
+        self,
+        scheduled: Mapping[str, int],
+        blocks_of: Callable[[str], Sequence[int]],
+        copies_blocks: bool = False,
+    ) -> StepPlan:
+        """The plan of a step.
+
+        Args:
+            scheduled: Request ids, and how many tokens of each the step computes.
+            blocks_of: The block ids of a request.
+            copies_blocks: vLLM itself copies blocks in this step.
+        """
+        self._release_offers()
+        step = StepPlan(loads=self._loads)
+        self._loads = []
+        guarded = self._planned_saves or self._engine.saving or bool(self._engine.suspects)
+        for request_id, count in scheduled.items():
+            tracked = self._tracked.get(request_id)
+            if tracked is None:
+                continue
+            if guarded:
+                self._note_writes(step, tracked, count, blocks_of(request_id))
+            save = self._save_of(tracked, count, blocks_of)
+            if save is not None:
+                step.saves.append(save)
+        if copies_blocks:
+            step.written = None
+        elif step.written is not None:
+            for load in step.loads:
+                step.written.update(load.blocks.tolist())
+        self._planned_saves = bool(step.saves)
+        return step
+
+    def failed(self, blocks: Iterable[int]) -> None:
+        """Loads into these blocks have failed: their requests are never looked up again."""
+        wrong = np.fromiter(blocks, np.int64)
+        for request_id, loading in self._loading.items():
+            if np.isin(loading, wrong).any():
+                tracked = self._tracked[request_id]
+                tracked.readable = False
+                tracked.planned = tracked.local // self._block_tokens
+
+    def finish(self, request_id: str) -> None:
+        """The request has ended. A load under way goes on; vLLM keeps its blocks until it is told the end."""
+        self._tracked.pop(request_id, None)
+        self._loading.pop(request_id, None)
+        if request_id in self._offered:
+            self._offered.discard(request_id)
+            self._engine.unpin(request_id)
+
+    def reset(self) -> bool:
+        """Forgets all that is cached. What running requests compute was computed before, and is not saved any more."""
+        for tracked in self._tracked.values():
+            if tracked.request.num_computed_tokens:
+                tracked.writable = False
+            tracked.planned = 0
+        self._offered.clear()
+        return self._engine.clear()
+
+    # ----
+
+    def _release_offers(self) -> None:
+        """VLLM had no room for these, and asks again."""
+        for request_id in self._offered:
+            self._engine.unpin(request_id)
+        self._offered.clear()
+
+    def _save_of(self, tracked: Tracked, count: int, blocks_of: Callable[[str], Sequence[int]]) -> SavePlan | None:
+        """What is whole when the step has ended, if that is more than before.
+
+        Only tokens that are known: drafts may be rejected, and with asynchronous scheduling vLLM counts tokens as
+        computed that nobody knows yet.
+        """
+        request = tracked.request
+        full = min(request.num_computed_tokens + count, request.num_tokens) // self._block_tokens
+        if full <= tracked.planned or not tracked.writable:
+            return None
+        tracked.planned = full
+        tokens = tracked.tokens.first(request, full * self._block_tokens)
+        return SavePlan(request.request_id, tracked.namespace, tokens, ids(blocks_of(request.request_id)[:full]))
+
+    def _note_writes(self, step: StepPlan, tracked: Tracked, count: int, blocks: Sequence[int]) -> None:
+        """The step writes from the first token that is not computed on."""
+        computed = tracked.request.num_computed_tokens
+        first = computed // self._block_tokens
+        assert step.written is not None
+        step.written.update(blocks[first:])
+        if self._engine.suspects:
+            self._engine.suspects.difference_update(blocks[first : (computed + count) // self._block_tokens])
