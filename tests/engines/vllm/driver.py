@@ -19,13 +19,10 @@ class Driver:
     def __init__(self) -> None:
         self.llm: Any = None
 
-    def start(
-        self, model: str, extra: dict | None, transfer: dict | None = None, executor: str = "", **more: Any
-    ) -> dict:
-        import tiny_model
+    def start(self, model: str, extra: dict | None, executor: str = "", **more: Any) -> dict:
+        from bench.engines import tiny_llama
 
-        if not (Path(model) / "config.json").exists():
-            tiny_model.write(Path(model))
+        tiny_llama.write(Path(model))
         from vllm import LLM
         from vllm.config import KVTransferConfig
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -35,9 +32,8 @@ class Driver:
                 kv_connector="KvpoolConnector",
                 kv_role="kv_both",
                 kv_connector_extra_config=extra,
-                **{"kv_load_failure_policy": "recompute", **(transfer or {})},
             )
-        # By the class: by the name "uni" vLLM takes another executor on a CPU when its core has a process of its own.
+        # By the class: by the name "uni" vLLM takes another executor on a CPU when its core has another process.
         more["distributed_executor_backend"] = executor or UniProcExecutor
         self.llm = LLM(
             model=model, skip_tokenizer_init=True, enforce_eager=True, block_size=32, seed=0, disable_log_stats=False,

@@ -21,20 +21,26 @@ BLOCK = 32  # the smallest that vLLM has on a CPU
 
 def needs_vllm() -> None:
     """Skips where vLLM is not installed; continuous integration counts that as a failure."""
-    if not PYTHON.exists():
+    if not list(PYTHON.parents[1].glob("lib/python*/site-packages/vllm")):
         pytest.skip(f"vLLM is not installed in {PYTHON}: make test-engines installs it")
 
 
-def entry_point(folder: Path) -> Path:
-    """What an installation of kvpool tells vLLM: the entry points of pyproject.toml."""
+def declared_entry_point() -> tuple[str, str]:
+    """A group of pyproject.toml, and the lines of it, as an installed package has them."""
     section = re.search(
         r'^\[project\.entry-points\."([^"]+)"\]\n((?:.+\n)+)', (ROOT / "pyproject.toml").read_text(), re.M
     )
     assert section
+    return section[1], section[2].replace('"', "")
+
+
+def installed(folder: Path) -> Path:
+    """What an installation of kvpool tells vLLM."""
+    group, lines = declared_entry_point()
     info = folder / "kvpool-0.0.0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvpool\nVersion: 0.0.0\n")
-    (info / "entry_points.txt").write_text(f"[{section[1]}]\n{section[2].replace(chr(34), '')}")
+    (info / "entry_points.txt").write_text(f"[{group}]\n{lines}")
     return folder
 
 
@@ -44,7 +50,7 @@ class Engine:
     def __init__(self, folder: Path, own_process: bool = False):
         self.model = str(folder / "model")
         self.errors = folder / f"stderr-{os.getpid()}-{id(self):x}.txt"
-        paths = [str(ROOT / "src"), str(HERE), str(entry_point(folder / "site"))]
+        paths = [str(ROOT / "src"), str(ROOT), str(HERE), str(installed(folder / "site"))]
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "KVPOOL_"))}
         environment |= {
             "PYTHONPATH": os.pathsep.join(paths),

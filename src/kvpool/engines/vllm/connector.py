@@ -73,6 +73,8 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._engine = engine_pool.find(self._engine_id)
             if self._engine is None:
                 raise _not_here("no worker has registered its blocks in the scheduler's process")
+            # vLLM reads this next. What a cache has lost can be computed; vLLM's default fails the request.
+            transfer.kv_load_failure_policy = "recompute"
             self._planner = Planner(
                 self._engine,
                 self._pages.block_tokens,

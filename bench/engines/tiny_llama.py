@@ -1,29 +1,27 @@
-"""A llama with random weights, always the same, in a folder that vLLM can load. Runs where torch is."""
+"""A llama with random weights, always the same, in a folder that engines can load. Runs where torch is."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 VOCABULARY = 512
 
 
-def write(folder: Path, *, hidden: int = 128, layers: int = 2, heads: int = 4, kv_heads: int = 2, head_dim: int = 32):
+def write(
+    folder: Path, *, hidden: int = 128, layers: int = 2, heads: int = 4, kv_heads: int = 2, head_dim: int = 32
+) -> None:
+    """Writes config.json and model.safetensors, unless they are there."""
     import torch
     from safetensors.torch import save_file
 
+    if (folder / "config.json").exists():
+        return
     folder.mkdir(parents=True, exist_ok=True)
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden,
-        "intermediate_size": 2 * hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads, "head_dim": head_dim, "vocab_size": VOCABULARY,
-        "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
-        "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False, "torch_dtype": "float32",
-        "attention_bias": False, "mlp_bias": False,
-    }  # fmt: skip
     chance = torch.Generator().manual_seed(11)
 
-    def weight(*shape: int, scale: float = 1.0):
+    def weight(*shape: int, scale: float = 1.0) -> Any:
         return torch.randn(*shape, generator=chance) * scale / shape[-1] ** 0.5
 
     weights = {
@@ -45,4 +43,15 @@ def write(folder: Path, *, hidden: int = 128, layers: int = 2, heads: int = 4, k
             f"{at}post_attention_layernorm.weight": torch.ones(hidden),
         }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(_config(hidden, layers, heads, kv_heads, head_dim)))
+
+
+def _config(hidden: int, layers: int, heads: int, kv_heads: int, head_dim: int) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden,
+        "intermediate_size": 2 * hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "head_dim": head_dim, "vocab_size": VOCABULARY,
+        "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
+        "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False, "torch_dtype": "float32",
+        "attention_bias": False, "mlp_bias": False,
+    }  # fmt: skip

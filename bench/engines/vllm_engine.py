@@ -1,0 +1,112 @@
+"""A process with one engine of vLLM, which runs in vLLM's environment and answers a JSON object for each line."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+LAYERS, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, BLOCK = 8, 8, 4, 64, 512, 32
+
+
+class Engine:
+    """Commands are methods; what they return is the answer."""
+
+    def start(self, model: str, connector: bool, max_len: int) -> dict[str, Any]:
+        """An engine, with kvpool's connector or without."""
+        from bench.engines import tiny_llama
+
+        shape = {"hidden": HIDDEN, "layers": LAYERS, "heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
+        tiny_llama.write(Path(model), **shape)
+        import torch
+        import vllm
+        from vllm.config import KVTransferConfig
+        from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+        more: dict[str, Any] = {}
+        if connector:
+            from kvpool.engines.vllm import register
+
+            register()
+            more["kv_transfer_config"] = KVTransferConfig(
+                kv_connector="KvpoolConnector", kv_role="kv_both", kv_connector_extra_config={"dram_gib": 1}
+            )
+        self.llm = vllm.LLM(
+            model=model, skip_tokenizer_init=True, enforce_eager=True, block_size=BLOCK, seed=0, dtype="bfloat16",
+            max_model_len=max_len, max_num_batched_tokens=8192, max_num_seqs=8, disable_log_stats=True,
+            distributed_executor_backend=UniProcExecutor, **more,
+        )  # fmt: skip
+        return {"vllm": vllm.__version__, "torch": torch.__version__}
+
+    def ask(self, prompts: list[list[int]], out: int) -> dict[str, Any]:
+        """Milliseconds of a call, the tokens, and how many were cached."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0, max_tokens=out, detokenize=False, ignore_eos=True)
+        began = time.perf_counter()
+        outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+        took = (time.perf_counter() - began) * 1e3
+        return {
+            "ms": took,
+            "cached": [output.num_cached_tokens or 0 for output in outputs],
+            "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        }
+
+    def forget(self) -> dict[str, Any]:
+        """VLLM's own cache is dropped; kvpool has saved all."""
+        from kvpool.engines.vllm import engine_pool
+
+        for engine in engine_pool._pools.values():
+            engine.await_saves_of(None)
+        return {"ok": self.llm.reset_prefix_cache()}
+
+    def watched(self, prompts: list[list[int]], out: int) -> dict[str, Any]:
+        """As ask, with the time that the connector's methods take, and how often a request was scheduled."""
+        from kvpool.engines.vllm.connector import KvpoolConnector
+
+        spent = {"seconds": 0.0, "scheduled": 0, "steps": 0}
+        with contextlib.ExitStack() as stack:
+            for name, method in list(vars(KvpoolConnector).items()):
+                if callable(method) and not name.startswith("_"):
+                    setattr(KvpoolConnector, name, _timed(name, method, spent))
+                    stack.callback(setattr, KvpoolConnector, name, method)
+            return {**self.ask(prompts, out), **spent}
+
+
+def _timed(name: str, method: Callable[..., Any], spent: dict[str, float]) -> Callable[..., Any]:
+    def timed(self: Any, *arguments: Any, **named: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return method(self, *arguments, **named)
+        finally:
+            spent["seconds"] += time.perf_counter() - began
+            if name == "build_connector_meta":
+                spent["scheduled"] += len(arguments[0].num_scheduled_tokens)
+                spent["steps"] += 1
+
+    return timed
+
+
+def main() -> None:
+    """Answers until its input ends."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM prints what it likes
+    engine = Engine()
+    for line in sys.stdin:
+        command = json.loads(line)
+        try:
+            told = getattr(engine, command.pop("do"))(**command)
+        except Exception as error:
+            told = {"error": f"{type(error).__name__}: {error}"}
+        out.write(json.dumps(told) + "\n")
+        out.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
