@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, BLOCK = 8, 8, 4, 64, 512, 32
+BLOCKS = 400  # three prompts: after the first ones vLLM uses blocks again, and no page of memory is new
 
 
 class Engine:
@@ -39,7 +40,7 @@ class Engine:
         self.llm = vllm.LLM(
             model=model, skip_tokenizer_init=True, enforce_eager=True, block_size=BLOCK, seed=0, dtype="bfloat16",
             max_model_len=max_len, max_num_batched_tokens=8192, max_num_seqs=8, disable_log_stats=True,
-            distributed_executor_backend=UniProcExecutor, **more,
+            distributed_executor_backend=UniProcExecutor, num_gpu_blocks_override=BLOCKS, **more,
         )  # fmt: skip
         return {"vllm": vllm.__version__, "torch": torch.__version__}
 
@@ -57,12 +58,16 @@ class Engine:
             "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         }
 
-    def forget(self) -> dict[str, Any]:
-        """VLLM's own cache is dropped; kvpool has saved all."""
+    def await_saves(self) -> dict[str, Any]:
+        """Kvpool has saved all."""
         from kvpool.engines.vllm import engine_pool
 
         for engine in engine_pool._pools.values():
             engine.await_saves_of(None)
+        return {}
+
+    def forget(self) -> dict[str, Any]:
+        """VLLM's own cache is dropped."""
         return {"ok": self.llm.reset_prefix_cache()}
 
     def watched(self, prompts: list[list[int]], out: int) -> dict[str, Any]:

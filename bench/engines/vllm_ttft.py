@@ -69,7 +69,7 @@ def run(context: Context) -> Report:
     report = Report()
     middle = {name: median(values) for name, values in times.items()}
     details = {"versions": versions, "ms": times, "rounds": rounds}
-    kvpool, own = middle["kvpool"], middle["vLLM's cache, with the connector"]
+    kvpool, own = middle["kvpool"], middle["vLLM's cache"]
     report.rows = [
         Row("hit in kvpool", kvpool, "ms", peers={k: v for k, v in middle.items() if k != "kvpool"}, details=details),
         Row("hit in kvpool / hit in vLLM's own cache", kvpool / own, "x", target=_HIT_TARGET),
@@ -78,7 +78,7 @@ def run(context: Context) -> Report:
         Row("the connector's work for a scheduled request", watched["request_us"], "us", target=_REQUEST_TARGET_US),
     ]
     report.notes = [
-        f"vLLM {versions['vllm']} with torch {versions['torch']} on the CPU, one process; a llama with random weights of "
+        f"vLLM {versions['vllm']}, torch {versions['torch']}, on the CPU, one process; a llama with random weights of "
         "8 layers and 4 KV heads of 64 in bfloat16: 32 MiB of KV for the prompt.",
         "A round asks for a new prompt in each way; the engine without a connector and the one with it take turns.",
     ]
@@ -108,6 +108,7 @@ def _first_tokens(plain: Process, offload: Process, rounds: int) -> dict[str, li
         how: dict[str, Any] = {"prompts": [_prompt(TOKENS, number)], "out": 1}
         told = [plain("ask", **how), plain("ask", **how)]
         offload("ask", **how)
+        offload("await_saves")
         told.append(offload("ask", **how))
         offload("forget")
         told.append(offload("ask", **how))

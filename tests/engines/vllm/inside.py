@@ -59,7 +59,7 @@ class FailingPool:
     def load(self, addrs, into, **options):
         if not self.failures:
             return self.wrapped.load(addrs, into, **options)
-        if self.failures.pop(0) == "now":
+        if self.failures.pop(0) == "now" or options["wait"]:
             raise kvpool.DeviceLost("the test says so")
         return FailingCopy(looks=5)
 

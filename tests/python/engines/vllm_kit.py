@@ -114,7 +114,7 @@ class HeldPool:
                 raise kvpool.DeviceLost("the test says so")
             return self._pool.load(addrs, into)
 
-        return self._hold(start)
+        return start() if wait else self._hold(start)
 
     def _hold(self, start):
         self.held.append(HeldCopy(start))

@@ -120,7 +120,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._planner.failed(connector_output.invalid_block_ids)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """VLLM may free the blocks at once: whoever writes to them next waits for what reads them."""
+        """VLLM may free the blocks at once: the step that writes to them next waits for the saves that read them."""
         self._planner.finish(request.request_id)
         return False, None
 

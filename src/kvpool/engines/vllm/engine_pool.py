@@ -163,16 +163,12 @@ class EnginePool:
 
     def load(self, plan: LoadPlan) -> None:
         """Loads, and returns when the blocks are filled. A failure is told by `take_failed_blocks`."""
-        self._begin_load(plan)
-        load = self._loads.pop(plan.request_id, None)
-        if load is not None:
-            _await(load.copy)
-            self._end_load(load)
-        self._ended_loads.discard(plan.request_id)
+        self._copy_in(plan, wait=True)
 
     def begin_load(self, plan: LoadPlan) -> None:
         """Begins to load. `take_ended_loads` tells the end, also of a load that could not begin."""
-        self._begin_load(plan)
+        if not self._copy_in(plan, wait=False):
+            self._ended_loads.add(plan.request_id)
 
     def take_ended_loads(self) -> set[str]:
         """The requests whose `begin_load` has ended, well or not, since the last call."""
@@ -223,7 +219,8 @@ class EnginePool:
     def _current_stream(self) -> Any:
         return None if self._stream is None else self._stream()
 
-    def _begin_load(self, plan: LoadPlan) -> None:
+    def _copy_in(self, plan: LoadPlan, wait: bool) -> bool:
+        """Whether the load has ended well, or begun."""
         hit = self._hits.pop(plan.request_id, None)
         began = time.perf_counter()
         try:
@@ -231,26 +228,32 @@ class EnginePool:
                 raise StateError(f"the match of request {plan.request_id} was given up before its load")
             self.await_saves_of(set(plan.blocks.tolist()))
             source = hit.addrs[plan.first : plan.first + len(plan.blocks)]
-            copy = self.pool.load(source, self._addrs[plan.blocks], stream=self._current_stream(), wait=False)
+            copy = self.pool.load(source, self._addrs[plan.blocks], stream=self._current_stream(), wait=wait)
         except Error as error:
             if hit is not None:
                 hit.close()
             self._load_failed(plan.blocks, error)
-            self._ended_loads.add(plan.request_id)
-            return
-        self._loads[plan.request_id] = _Load(copy, hit, plan.blocks, began)
+            return False
+        if isinstance(copy, int):
+            hit.close()
+            self._loaded(plan.blocks, began)
+        else:
+            self._loads[plan.request_id] = _Load(copy, hit, plan.blocks, began)
+        return True
 
     def _end_load(self, load: _Load) -> None:
         load.hit.close()
         error = load.copy.exception(0)
-        if error is not None:
+        if error is None:
+            self._loaded(load.blocks, load.began)
+        else:
             self._load_failed(load.blocks, error)
-            return
-        loaded = load.blocks.tolist()
+
+    def _loaded(self, blocks: npt.NDArray[np.int64], began: float) -> None:
         if self.suspects:
-            self.suspects.difference_update(loaded)
+            self.suspects.difference_update(blocks.tolist())
         self.figures.add(
-            loads=1, loaded_tokens=len(loaded) * self._block_tokens, load_seconds=time.perf_counter() - load.began
+            loads=1, loaded_tokens=len(blocks) * self._block_tokens, load_seconds=time.perf_counter() - began
         )
 
     def _load_failed(self, blocks: npt.NDArray[np.int64], error: Exception) -> None:
