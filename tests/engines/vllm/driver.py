@@ -19,10 +19,14 @@ class Driver:
     def __init__(self) -> None:
         self.llm: Any = None
 
-    def start(self, model: str, extra: dict | None, executor: str = "", **more: Any) -> dict:
+    def write_model(self, model: str) -> dict:
         from bench.engines import tiny_llama
 
         tiny_llama.write(Path(model))
+        return {}
+
+    def start(self, model: str, extra: dict | None, executor: str = "", **more: Any) -> dict:
+        self.write_model(model)
         from vllm import LLM
         from vllm.config import KVTransferConfig
         from vllm.v1.executor.uniproc_executor import UniProcExecutor

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+
 import pytest
-from vllm_process import Engine, needs_vllm, prompt, same, serving
+from vllm_process import PYTHON, ROOT, Engine, needs_vllm, prompt, same, serving
 
 
 @pytest.fixture(scope="module")
@@ -63,3 +66,17 @@ def test_a_worker_in_another_process_is_refused(tmp_path_factory):
         assert "KvpoolConnector supports one worker in the scheduler's process" in engine.log()
     finally:
         engine.close()
+
+
+def test_the_example_runs(tmp_path):
+    needs_vllm()
+    engine = Engine(tmp_path)
+    engine("write_model", model=engine.model)
+    engine.close()
+    run = subprocess.run(
+        [PYTHON, ROOT / "examples" / "vllm_offload.py", engine.model],
+        capture_output=True, text=True, env=engine.environment, cwd=tmp_path, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
+    assert re.search(r"kvpool has not: +[\d.]+ ms, 1408 tokens", run.stdout), run.stdout
+    assert "the same answer each time" in run.stdout

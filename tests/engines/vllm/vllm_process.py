@@ -64,6 +64,7 @@ class Engine:
             "OMP_NUM_THREADS": "2",
             "XDG_CONFIG_HOME": str(folder / "no-config"),
         }
+        self.environment = environment
         with self.errors.open("w") as errors:
             self.process = subprocess.Popen(
                 [PYTHON, HERE / "driver.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
