@@ -322,3 +322,30 @@ def test_many_requests_at_once_with_too_few_blocks(seed):
     engine.pool.finish_all()
     assert engine.planner.reset()
     engine.close()
+
+
+def test_closing_ends_copies_that_are_under_way():
+    engine = Engine(async_load=True)
+    engine.run(Request("a", prompt(20)))
+    engine.pool.finish_all()
+    engine.run(Request("b", prompt(20, seed=1)))  # its save has not begun
+    request = engine.start(Request("c", prompt(20)))
+    assert engine.admit(request)
+    engine.step({})  # nor has its load
+    waiting = engine.start(Request("d", prompt(20)))
+    assert engine.planner.match(waiting, 0)[0] == 16
+    held = list(engine.pool.held)
+    engine.close()
+    assert held
+    assert all(copy.done() for copy in held)
+    assert engine.pool.closed
+    engine.engine.close()
+
+
+def test_a_step_in_which_vllm_copies_blocks_waits_for_all_saves(engine):
+    engine.run(Request("a", prompt(20)))
+    step = engine.planner.plan({}, lambda _: [], copies_blocks=True)
+    assert step.written is None
+    assert engine.engine.saving
+    engine.engine.await_saves_of(step.written)
+    assert not engine.engine.saving

@@ -207,7 +207,7 @@ class EnginePool:
             return
         for copy in [*(save.copy for save in self._saves), *(load.copy for load in self._loads.values())]:
             _await(copy)
-        for hit in self._hits.values():
+        for hit in [*self._hits.values(), *(load.hit for load in self._loads.values())]:
             hit.close()
         self._hits.clear()
         self._saves.clear()
