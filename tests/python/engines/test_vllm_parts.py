@@ -161,6 +161,31 @@ def test_a_tensor_is_taken_as_it_lies_in_memory(shape, memory, what):
         assert pool.save(np.arange(32), addrs) == 2
 
 
+def test_blocks_that_hold_all_layers_are_taken_too():
+    """vLLM's layouts BLHNC and BLNHC: a layer's pages have those of other layers between them."""
+    memory = np.zeros((5, 2, 16, 2, 16), np.uint16)  # [block, layer, token, head, k|v]
+    views = [memory[:, layer].transpose(0, 2, 1, 3) for layer in range(2)]
+    found = adoption_of(PAGES, views[0].shape, [stride // 2 for stride in views[0].strides])
+    assert (found.layout.dims, found.layout.pages) == ("NHD", "fused")
+    layers = [view.transpose(found.order) for view in views]
+    with kvpool.Pool(found.layout, hbm=layers, engine_allocates=True, dram_blocks=2, huge_pages="never") as pool:
+        addrs = pool.adopt([3, 1, 4])
+        memory[3], memory[1] = 7, 8
+        assert pool.save(np.arange(32), addrs[:2]) == 2
+        memory[:] = 0
+        with pool.match(np.arange(32)) as hit:
+            pool.load(hit.addrs[1:], addrs[2:])
+        assert (memory[4] == 8).all()
+        assert not memory[:4].any()
+
+
+def test_what_may_help_is_said():
+    with pytest.raises(kvpool.LayoutMismatch, match=r"cut into 2. Set --block-size 8"):
+        adoption_of(PAGES, (10, 2, 8, 16), (256, 128, 16, 1))
+    with pytest.raises(kvpool.LayoutMismatch, match="VLLM_KV_CACHE_LAYOUT"):
+        adoption_of(PAGES, (5, 2, 16, 16), (256, 1280, 16, 1))  # heads outermost
+
+
 def test_a_latent_page_is_one_head_of_halves():
     pages = Pages(("one",), 1, 10, "float16", 16, 5, latent=True)
     found = adoption_of(pages, (5, 16, 10), (160, 10, 1))

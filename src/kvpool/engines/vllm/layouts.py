@@ -109,9 +109,17 @@ def adoption_of(pages: Pages, shape: Sequence[int], strides: Sequence[int]) -> A
     raise LayoutMismatch(
         f"vLLM's tensor of layer {pages.layers[0]} has the shape {tuple(shape)} and the strides {tuple(strides)}: "
         f"not {pages.blocks} pages of {pages.kv_heads} heads, {pages.block_tokens} tokens and {pages.head_dim} "
-        f"elements of {pages.dtype} in any order that KvpoolConnector knows",
+        f"elements of {pages.dtype} in any order that KvpoolConnector knows{_hint(pages, shape)}",
         shape=list(shape),
     )
+
+
+def _hint(pages: Pages, shape: Sequence[int]) -> str:
+    """What may help: attention kernels that take smaller blocks than vLLM's cut each into several."""
+    parts, rest = divmod(shape[0], pages.blocks)
+    if rest or parts < 2 or pages.block_tokens % parts or pages.block_tokens // parts not in shape:
+        return ". Another VLLM_KV_CACHE_LAYOUT may help: LBNHC or LBHNC"
+    return f": each of its blocks is cut into {parts}. Set --block-size {pages.block_tokens // parts}"
 
 
 _Dims = Literal["HND", "NHD"]
