@@ -218,13 +218,11 @@ std::shared_ptr<void> keep(py::object object) {
 
 }  // namespace
 
-AdoptedMemory adopt_tensors(const py::object& argument, std::size_t block_dim, bool engine_allocates,
-                            std::size_t pieces) {
+AdoptedMemory adopt_tensors(const py::object& argument, std::size_t block_dim, std::size_t pieces) {
   const std::vector<py::object> items = items_from(argument, "hbm");
   py::tuple tensors(items.size());  // a list may change while the pool lives
   for (std::size_t i = 0; i < items.size(); ++i) tensors[i] = items[i];
   AdoptedMemory adopted;
-  adopted.engine_allocates = engine_allocates;
   if (tensors.size() == 0) throw Error(ErrorCode::kArgument, "no tensors to adopt");
   for (std::size_t position = 0; position < tensors.size(); ++position) {
     const TensorView view = view_of(tensors[position], position);

@@ -11,7 +11,6 @@ namespace kvpool::bindings {
 // one GPU), in the layout's order. Dimension `block_dim` counts the blocks; what stands before it enumerates pieces,
 // what follows must be contiguous. Keeps the tensors. Throws kLayoutMismatch also when a block of theirs has more runs
 // of bytes than the layout has pieces.
-AdoptedMemory adopt_tensors(const pybind11::object& tensors, std::size_t block_dim, bool engine_allocates,
-                            std::size_t pieces);
+AdoptedMemory adopt_tensors(const pybind11::object& tensors, std::size_t block_dim, std::size_t pieces);
 
 }  // namespace kvpool::bindings

@@ -97,12 +97,11 @@ NodePointer make_node(std::uint32_t block_tokens, std::vector<std::size_t> piece
   options.hbm_blocks = blocks(hbm_blocks, "hbm_blocks");
   options.dram_blocks = blocks(dram_blocks, "dram_blocks");
   if (!adopted.is_none()) {
-    options.adopted_hbm =
-        adopt_tensors(adopted, count_from(block_dim, "block_dim"), flag_from(engine_allocates, "engine_allocates"),
-                      options.layout.piece_bytes.size());
+    options.adopted_hbm = adopt_tensors(adopted, count_from(block_dim, "block_dim"), options.layout.piece_bytes.size());
     check_device(options);
     options.device = options.adopted_hbm->device;
   }
+  options.engine_allocates = flag_from(engine_allocates, "engine_allocates");
   options.policy = policy_named(policy);
   options.copy_threads = copy_threads;
   options.huge_pages = huge_pages_named(huge_pages);
@@ -286,7 +285,7 @@ Raises:
            }),
            py::arg("blocks"), R"(Tells the pool that the engine uses these blocks, from now until ``free``.
 
-For a pool over adopted memory made with ``engine_allocates=True``. All or nothing, thread-safe.
+For a pool made with ``engine_allocates=True``: over adopted memory, or over ranks. All or nothing, thread-safe.
 
 Args:
     blocks: The engine's block ids.

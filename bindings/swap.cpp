@@ -310,7 +310,8 @@ Raises:
     ArgumentError: The numbers of tokens and blocks do not fit, or a block is not in HBM.
     StaleAddress, NotOwner, StateError: A block is not an active one of this pool; or the pool lacks HBM or DRAM.
     OutOfBlocks: DRAM has no room, and nothing more can be evicted. Nothing was cached.
-    Unsupported: A logical instance: its blocks are in its ranks.)")
+    Busy: A logical instance, and not all of its ranks have joined.
+    Unsupported: `stream`, of a logical instance: each rank waits for all work of its GPU.)")
       .def("load", &load, py::arg("addrs"), py::arg("into"), py::kw_only(), py::arg("stream") = py::none(),
            py::arg("wait") = true, R"(Copies blocks in DRAM, as a match names them, to blocks that you hold in HBM.
 
@@ -327,7 +328,7 @@ Returns:
 
 Raises:
     ArgumentError: The lists differ in length, a block stands twice in `into`, or a block is in the other medium.
-    StaleAddress, NotOwner, StateError, Unsupported: As save.
+    StaleAddress, NotOwner, StateError, Busy, Unsupported: As save.
     DeviceLost: The content of `into` is undefined.)");
   pool.def("swap_out", &swap_out, py::arg("n"), py::kw_only(), py::arg("stream") = py::none(), py::arg("wait") = true,
            R"(Moves up to n cached blocks from HBM to DRAM, the least recently used first.

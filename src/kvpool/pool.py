@@ -59,8 +59,9 @@ class Pool(NetworkedPool):
             layout declares.
         block_dim: The dimension of those tensors that counts blocks. Dimensions before it enumerate pieces, such as K
             and V; those after it must be contiguous.
-        engine_allocates: The engine's allocator manages the adopted blocks, and reports by adopt and free which it
-            holds. Transfers can send and fill them, and they are never cached.
+        engine_allocates: The engine's allocator manages the blocks of HBM, and reports by adopt and free which it
+            holds. Transfers can send and fill them, and they are never cached. For adopted tensors, given as `hbm`, or
+            with `parallel` to RankArena.join.
         parallel: Makes this the scheduler of a logical instance of several ranks: it allocates and indexes blocks whose
             memory is in its ranks, each of which holds its layers and heads of every block. Give each worker a ticket
             of Ranks.export, with which it joins by RankArena.join. `layout` is that of the whole block.
@@ -95,8 +96,8 @@ class Pool(NetworkedPool):
         ordinal = _ordinal(device)
         if hbm is not None and (type(hbm_blocks) is not int or hbm_blocks):
             raise ArgumentError("give hbm_blocks or the engine's own tensors as hbm, not both", hbm_blocks=hbm_blocks)
-        if flag_from(engine_allocates, "engine_allocates") and hbm is None:
-            raise ArgumentError("engine_allocates is for adopted tensors: give them as hbm")
+        if flag_from(engine_allocates, "engine_allocates") and hbm is None and parallel is None:
+            raise ArgumentError("engine_allocates is for adopted tensors: give them as hbm, or to the ranks of `parallel`")
         _check_parallel(parallel, layout, device, hbm)
         self.settings: Settings = load(**settings)
         self._parallel = parallel

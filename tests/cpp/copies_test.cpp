@@ -178,12 +178,12 @@ class Side {
     if (place == kEngineGpu) {
       const auto engine = std::make_shared<DeviceArena>(
           DeviceArenaOptions{.blocks = kBlocks, .segment_bytes = {kPiece, kPiece}, .device = device});
-      options.adopted_hbm = AdoptedMemory{kBlocks, engine->segments(), engine, device, false};
+      options.adopted_hbm = AdoptedMemory{kBlocks, engine->segments(), engine, device};
     } else if (place == kEngineHost) {
       const auto engine = std::make_shared<std::vector<std::byte>>(2 * kBlocks * kPiece);
       const std::vector<Segment> layers{{engine->data(), kPiece, kPiece},
                                         {engine->data() + kBlocks * kPiece, kPiece, kPiece}};
-      options.adopted_hbm = AdoptedMemory{kBlocks, layers, engine, -1, false};
+      options.adopted_hbm = AdoptedMemory{kBlocks, layers, engine, -1};
     }
     return std::make_shared<Pool>(options);
   }

@@ -280,7 +280,7 @@ TEST_CASE("a pool over an engine's tensors on a GPU swaps them") {
     engine_options.segment_bytes = {64, 64};
     const auto engine = std::make_shared<DeviceArena>(engine_options);
     PoolOptions options = device_options(0, 4);
-    options.adopted_hbm = AdoptedMemory{4, engine->segments(), engine, 0, false};
+    options.adopted_hbm = AdoptedMemory{4, engine->segments(), engine, 0};
     const auto pool = std::make_shared<Pool>(options);
     CHECK(pool->on_device());
     CHECK(pool->stats().device_bytes == 0);

@@ -325,8 +325,8 @@ TEST_CASE("adopted memory: states follow the engine's calls, and its blocks are 
   AdoptedMemory adopted;
   adopted.blocks = 4;
   adopted.segments = {{memory.data(), 128, 64}, {memory.data() + 64, 128, 64}};
-  adopted.engine_allocates = true;
   options.adopted_hbm = adopted;
+  options.engine_allocates = true;
   const auto pool = std::make_shared<Pool>(options);
   Addresses out(2);
   CHECK(code_of([&] { pool->try_alloc(1, Medium::kHbm, out.data()); }) == ErrorCode::kState);

@@ -44,8 +44,9 @@ struct Instance {
     parallel.tp = 2;
     return {{2, 2, 4, DType::kFloat32, 4}, parallel};
   }
-  Instance() : hub(two_ranks(), {8, 8}, [this](const Error& why) { lost = why.code(); }) {
-    for (std::uint32_t rank = 0; rank < 2; ++rank) {
+  explicit Instance(std::uint32_t joined = 2)
+      : hub(two_ranks(), {8, 8}, [this](const Error& why) { lost = why.code(); }) {
+    for (std::uint32_t rank = 0; rank < joined; ++rank) {
       const Layout layout = hub.sharding().rank_layout(rank, true);
       PeerMetadata metadata;
       metadata.rank = rank;
@@ -98,6 +99,16 @@ TEST_CASE("a rank that cannot copy now fails the move, and the instance goes on"
     CHECK_FALSE(instance.lost);
     instance.answers(1);
     CHECK_FALSE(instance.move());
+  }
+}
+
+TEST_CASE("nothing moves before all ranks have joined") {
+  for (const std::uint32_t joined : {0, 1}) {
+    CAPTURE(joined);
+    Instance instance(joined);
+    for (const auto& link : instance.links) link->on_sent = [](std::uint64_t) { FAIL("a rank was asked"); };
+    CHECK(instance.move() == ErrorCode::kBusy);
+    CHECK_FALSE(instance.lost);
   }
 }
 

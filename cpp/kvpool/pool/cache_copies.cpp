@@ -126,10 +126,6 @@ class CacheCopies::Load {
 // Before anything is done.
 void CacheCopies::check_memory(const CallerStream& after) {
   guard_.check();
-  if (memory_.sharding()) {
-    throw Error(ErrorCode::kUnsupported,
-                "the blocks of a logical instance are in its ranks: copy them there, or swap them");
-  }
   if (!memory_.two_tiers()) {
     throw Error(ErrorCode::kState, "copies go between HBM and DRAM: this pool has no HBM or no DRAM blocks");
   }

@@ -62,10 +62,10 @@ Pool::Pool(const PoolOptions& options, SpaceShare share)
     : executor_(std::make_unique<Executor>([this](const Error& why) { fail(why); })),
       memory_(std::make_unique<PoolMemory>(options, checked(share).arenas, guard_, *executor_)),
       space_(std::move(share.space)),
-      blocks_(std::make_unique<CacheBlocks>(*space_,
-                                            CacheShape{share.block_units,
-                                                       {first_generation(options), first_generation(options), 1},
-                                                       options.adopted_hbm && options.adopted_hbm->engine_allocates})),
+      blocks_(std::make_unique<CacheBlocks>(
+          *space_,
+          CacheShape{
+              share.block_units, {first_generation(options), first_generation(options), 1}, options.engine_allocates})),
       cache_(std::make_unique<PromptCache>(*blocks_, options.layout.block_tokens, options.policy, options.audit)),
       moves_(std::make_unique<TierMoves>(*blocks_, *cache_, *memory_, guard_, *this, *executor_)),
       allocator_(std::make_unique<PoolAllocator>(*blocks_, *cache_, *moves_, *memory_, guard_, options.zero_on_alloc)),

@@ -62,7 +62,7 @@ void Pool::free(const Address* addresses, std::size_t n) {
 void Pool::adopt(const std::uint32_t* blocks, std::size_t n, Address* out) {
   guard();
   if (!blocks_->engine_allocates()) {
-    throw Error(ErrorCode::kState, "adopt() is for adopted memory whose engine allocates; use alloc()");
+    throw Error(ErrorCode::kState, "adopt() is for pools made with engine_allocates; use alloc()");
   }
   const SpaceLock lock = blocks_->lock();
   const BlockStore& hbm = blocks_->store(Medium::kHbm);

@@ -16,6 +16,8 @@
 namespace kvpool {
 namespace {
 
+constexpr std::int64_t kRanksRetryAfterUs = 100'000;  // processes that start
+
 std::shared_ptr<Arena> make_arena(const PoolOptions& options, Medium medium, std::uint32_t blocks) {
   if (options.sharding) return make_absent_arena(medium, blocks, options.layout.block_bytes());
   ArenaOptions arena;
@@ -150,8 +152,10 @@ void PoolMemory::zero(const Kept& kept, const Address* addresses, std::size_t n)
 
 void PoolMemory::copy(TierWay way, const Address* from, const Address* to, std::size_t n, const CopyOrder& after) {
   if (sharding_) {
-    if (mover_ != nullptr) mover_->move(from, to, n);
-    return;
+    if (mover_ == nullptr) {
+      throw Error(ErrorCode::kBusy, "no rank of this instance has joined", {{"retry_after_us", kRanksRetryAfterUs}});
+    }
+    return mover_->move(from, to, n);
   }
   if (device_mover_ == nullptr)
     return (way == TierWay::kOut ? *out_copier_ : *in_copier_).run(copiers_.team(), from, to, n);

@@ -39,6 +39,9 @@ const PoolOptions& checked(const PoolOptions& options) {
     throw Error(ErrorCode::kArgument, "copy_threads must be 1 to 256, and is " + std::to_string(options.copy_threads));
   }
   if (options.sharding) check_sharding(options);
+  if (options.engine_allocates && !options.adopted_hbm && !options.sharding) {
+    throw Error(ErrorCode::kArgument, "engine_allocates is for adopted tensors, of this pool or of its ranks");
+  }
   if (options.hbm_device() >= 0 && hbm > 0 && options.dram_blocks > 0 && !options.pin_dram) {
     throw Error(ErrorCode::kArgument,
                 "a pool on a GPU swaps with page-locked DRAM: pin_dram must be 'auto' or 'always'");

@@ -20,7 +20,6 @@ struct AdoptedMemory {
   std::vector<Segment> segments;
   std::shared_ptr<void> keepalive;
   int device = -1;                        // the GPU that it is on; -1: ordinary memory
-  bool engine_allocates = false;          // the engine's allocator decides; the pool mirrors it with adopt() and free()
   std::vector<TensorShape> tensors = {};  // whose memory the segments are; empty: only sizes are checked
 };
 
@@ -29,6 +28,9 @@ struct PoolOptions {
   std::uint32_t hbm_blocks = 0;
   std::uint32_t dram_blocks = 0;
   std::optional<AdoptedMemory> adopted_hbm;
+  // The engine's allocator decides about HBM; the pool mirrors it with adopt() and free(). For adopted memory, in this
+  // process or in ranks.
+  bool engine_allocates = false;
   int device = -1;  // the GPU that HBM is on; -1: ordinary memory. Ignored for adopted memory
   DeviceMemoryKind device_memory = DeviceMemoryKind::kAuto;
   EvictionPolicy policy = EvictionPolicy::kLru;

@@ -240,7 +240,7 @@ void RankHub::check_complete() const {
   if (joined_.size() == needed_) return;
   throw Error(ErrorCode::kBusy,
               std::to_string(joined_.size()) + " of " + std::to_string(needed_) +
-                  " ranks of this instance have joined; it meets peers when all have",
+                  " ranks of this instance have joined: connecting to peers and copying blocks need all of them",
               {{"retry_after_us", kRetryAfterUs}});
 }
 
@@ -301,6 +301,7 @@ void RankHub::depart(std::uint64_t meeting, const Error& /*why*/, std::function<
 }
 
 void RankHub::move(const Address* from, const Address* to, std::size_t n) {
+  check_complete();  // a rank that joins later would lack what the others have copied
   try {
     for (std::size_t done = 0; done < n;) {
       const std::size_t part = std::min(n - done, kAddressesMax);  // what one message takes
