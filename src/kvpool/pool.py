@@ -97,7 +97,9 @@ class Pool(NetworkedPool):
         if hbm is not None and (type(hbm_blocks) is not int or hbm_blocks):
             raise ArgumentError("give hbm_blocks or the engine's own tensors as hbm, not both", hbm_blocks=hbm_blocks)
         if flag_from(engine_allocates, "engine_allocates") and hbm is None and parallel is None:
-            raise ArgumentError("engine_allocates is for adopted tensors: give them as hbm, or to the ranks of `parallel`")
+            raise ArgumentError(
+                "engine_allocates is for adopted tensors: give them as hbm, or to the ranks of `parallel`"
+            )
         _check_parallel(parallel, layout, device, hbm)
         self.settings: Settings = load(**settings)
         self._parallel = parallel

@@ -75,6 +75,7 @@ PYTHON_EXTRAS = {
     "observe/migration_metrics.py": {"prometheus_client"},
     "observe/events": {"msgpack", "zmq"},
     "engines/vllm": {"prometheus_client", "torch", "vllm"},
+    "engines/transformers": {"torch", "transformers"},
     "cli/sim_show.py": {"matplotlib", "rich"},
     "cli/top.py": {"rich"},
     "control/reading": {"msgspec", "tokenizers"},

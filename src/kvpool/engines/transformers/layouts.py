@@ -1,0 +1,89 @@
+"""What transformers caches for a model, as a KVLayout, and a pool's memory as torch tensors of one shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.dlpack import from_dlpack
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from kvpool.errors import LayoutMismatch, Unsupported
+from kvpool.pool import Pool
+from kvpool.types import KVLayout, Medium
+
+__all__ = ["check_pool", "decoder_of", "layout_of", "memory_of"]
+
+_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+def decoder_of(config: Any) -> Any:
+    """The part of a model's configuration that says what its decoder caches.
+
+    Raises:
+        Unsupported: It has an encoder, or layers that cache anything but the keys and values of all tokens.
+    """
+    if getattr(config, "is_encoder_decoder", False):
+        raise Unsupported("an encoder-decoder model caches cross attention too: kvpool takes decoders only")
+    decoder = config.get_text_config(decoder=True)
+    for number, layer in enumerate(DynamicCache(config=decoder).layers):
+        if type(layer) is not DynamicLayer:
+            raise Unsupported(
+                f"layer {number} caches a {type(layer).__name__}: kvpool takes models whose layers all attend to all "
+                "tokens, without sliding windows, linear attention and indexers",
+                layer=number,
+            )
+    return decoder
+
+
+def layout_of(config: Any, dtype: torch.dtype, block_tokens: int) -> KVLayout:
+    """The layout of a model's blocks.
+
+    Args:
+        config: Of the model.
+        dtype: That it computes in.
+        block_tokens: Tokens in a block.
+
+    Raises:
+        Unsupported: As `decoder_of`; or no such type.
+    """
+    decoder = decoder_of(config)
+    if dtype not in _DTYPES:
+        raise Unsupported(f"the model computes in {dtype}: kvpool caches {', '.join(_DTYPES.values())}")
+    heads = decoder.num_attention_heads
+    kv_heads = getattr(decoder, "num_key_value_heads", None) or heads
+    head_dim = getattr(decoder, "head_dim", None) or decoder.hidden_size // heads
+    return KVLayout(decoder.num_hidden_layers, kv_heads, head_dim, _DTYPES[dtype], block_tokens)
+
+
+def check_pool(pool: Pool, wanted: KVLayout) -> KVLayout:
+    """The pool's layout, if its blocks hold what the model caches, whatever the order inside them.
+
+    Raises:
+        LayoutMismatch: They hold something else.
+    """
+    layout = pool.kv_layout
+    if not isinstance(layout, KVLayout):
+        raise LayoutMismatch("the pool has blocks of raw bytes: make it with a KVLayout")
+    for field in ("layers", "kv_heads", "head_dim", "dtype"):
+        if getattr(layout, field) != getattr(wanted, field):
+            raise LayoutMismatch(
+                f"the pool's blocks have {field} {getattr(layout, field)}, and the model {getattr(wanted, field)}: "
+                f"{layout} against {wanted}"
+            )
+    return layout
+
+
+def memory_of(pool: Pool, medium: Medium) -> torch.Tensor:
+    """All blocks of a medium, a view of shape [block, layer, k/v, head, token, dim], whatever the layout.
+
+    Raises:
+        StateError: The memory is an engine's or in ranks, so that there is no such view.
+    """
+    layout = pool.kv_layout
+    assert isinstance(layout, KVLayout)
+    view: torch.Tensor = from_dlpack(pool.tensor(medium))
+    if layout.pages == "fused":  # [..., 2 * dim]: a row is K, then V
+        view = view.view(*view.shape[:-1], 2, layout.head_dim).movedim(-2, 2)
+    return view.transpose(3, 4) if layout.dims == "NHD" else view
