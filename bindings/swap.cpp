@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -11,6 +12,7 @@
 #include "bind.h"
 #include "gil.h"
 #include "handles.h"
+#include "kvpool/blocks/device_mover.h"
 #include "kvpool/pool/pool.h"
 #include "kvpool/pool/swap_handle.h"
 #include "node.h"
@@ -115,22 +117,33 @@ py::object save(const NodePointer& node, py::handle tokens_argument, py::handle 
   return py::cast(CopyHandle{node, std::move(started.swap), started.blocks});
 }
 
-py::object load(const NodePointer& node, py::handle addresses_argument, py::handle into_argument, py::handle stream,
-                py::handle wait_argument) {
+// `way`: none: out of the medium of the first block.
+py::object copy_blocks(const NodePointer& node, std::optional<TierWay> way, py::handle addresses_argument,
+                       py::handle into_argument, py::handle stream, py::handle wait_argument) {
   const bool wait = flag_from(wait_argument, "wait");
   const CallerStream after = stream_from(stream);
   const std::vector<Address> addresses = addresses_from(addresses_argument).copy();
   const std::vector<Address> into = addresses_from(into_argument).copy();
+  const bool out = !addresses.empty() && medium_bits_of(addresses[0]) == static_cast<std::uint32_t>(Medium::kHbm);
+  const TierWay chosen = way.value_or(out ? TierWay::kOut : TierWay::kIn);
   CopyHandle handle{node, nullptr, addresses.size()};
   {
     const GilReleased released;
     if (wait) {
-      node->pool().load(addresses, into, after);
+      node->pool().copy(chosen, addresses, into, after);
     } else {
-      handle.swap = node->pool().begin_load(addresses, into, after);
+      handle.swap = node->pool().begin_copy(chosen, addresses, into, after);
     }
   }
   return wait ? py::object(py::int_(addresses.size())) : py::cast(std::move(handle));
+}
+
+py::object load(const NodePointer& node, py::handle addresses, py::handle into, py::handle stream, py::handle wait) {
+  return copy_blocks(node, TierWay::kIn, addresses, into, stream, wait);
+}
+
+py::object copy(const NodePointer& node, py::handle addresses, py::handle into, py::handle stream, py::handle wait) {
+  return copy_blocks(node, std::nullopt, addresses, into, stream, wait);
 }
 
 // ---- the handles
@@ -270,7 +283,7 @@ Attributes:
 Raises:
     StateError: It is under way. If it failed: what wait() raises.)");
   handle_class<CopyHandle>(module, "BlockCopy",
-                           R"(Blocks that are being copied: the result of save and load with ``wait=False``.
+                           R"(Blocks that are being copied: the result of save, load and copy with ``wait=False``.
 
 A thread of the pool copies, one after another in each direction, in turn with swaps. Dropping the handle does not
 cancel the copy. Thread-safe. ``await`` it in a coroutine, which raises what ``wait`` raises. Cancelling a task that
@@ -328,6 +341,27 @@ Returns:
 
 Raises:
     ArgumentError: The lists differ in length, a block stands twice in `into`, or a block is in the other medium.
+    StaleAddress, NotOwner, StateError, Busy, Unsupported: As save.
+    DeviceLost: The content of `into` is undefined.)")
+      .def("copy", &copy, py::arg("addrs"), py::arg("into"), py::kw_only(), py::arg("stream") = py::none(),
+           py::arg("wait") = true, R"(Copies blocks from HBM to DRAM, or from DRAM to HBM; caches nothing.
+
+For engines with an index elsewhere, which says what is where: it copies between blocks that you hold. Of blocks in DRAM
+it is `load`. Releases the GIL.
+
+Args:
+    addrs: Blocks in one of the media, active or cached. Until it has ended do not write to them; an engine's `free`
+        raises StateError.
+    into: Active blocks in the other, one for each of `addrs`. Reserved until it has ended.
+    stream: The CUDA stream whose work may still write or use the blocks in HBM; None: all work of the device. As in
+        swap_out.
+    wait: As in save.
+
+Returns:
+    How many blocks were copied. Or a BlockCopy.
+
+Raises:
+    ArgumentError: The lists differ in length, a block stands twice in `into`, or a block is in the wrong medium.
     StaleAddress, NotOwner, StateError, Busy, Unsupported: As save.
     DeviceLost: The content of `into` is undefined.)");
   pool.def("swap_out", &swap_out, py::arg("n"), py::kw_only(), py::arg("stream") = py::none(), py::arg("wait") = true,

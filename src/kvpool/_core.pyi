@@ -376,6 +376,23 @@ class Pool:
         self, addrs: AddressVector, into: AddressVector, *, stream: CudaStream | None = None, wait: bool
     ) -> int | BlockCopy: ...
     @overload
+    def copy(
+        self,
+        addrs: AddressVector,
+        into: AddressVector,
+        *,
+        stream: CudaStream | None = None,
+        wait: Literal[True] = True,
+    ) -> int: ...
+    @overload
+    def copy(
+        self, addrs: AddressVector, into: AddressVector, *, stream: CudaStream | None = None, wait: Literal[False]
+    ) -> BlockCopy: ...
+    @overload
+    def copy(
+        self, addrs: AddressVector, into: AddressVector, *, stream: CudaStream | None = None, wait: bool
+    ) -> int | BlockCopy: ...
+    @overload
     def swap_out(
         self, n: int, *, stream: CudaStream | None = None, wait: Literal[True] = True
     ) -> npt.NDArray[np.uint64]: ...

@@ -134,6 +134,51 @@ def test_bad_arguments_change_nothing(engine):
     pool.free(addrs)
 
 
+@pytest.mark.parametrize("wait", [True, False])
+def test_an_engine_with_an_index_elsewhere_copies_both_ways_and_caches_nothing(engine, wait):
+    pool = engine.pool
+    mine, host = pool.adopt(np.arange(6)), pool.alloc(4, DRAM)
+    engine.write(np.arange(4), [1, 2, 3, 4])
+
+    def copied(*lists):
+        copy = pool.copy(*lists, wait=wait)
+        return copy if wait else copy.wait(10).result
+
+    assert copied(mine[:4], host[[2, 0, 1, 3]]) == 4
+    engine.write(np.arange(6), [9] * 6)
+    assert copied(host[[0, 1, 2]], mine[[4, 1, 0]]) == 3
+    assert engine.holds([0, 1, 2, 3, 4, 5], [1, 3, 9, 9, 2, 9])
+    assert copied([], []) == 0
+    stats = pool.stats()
+    assert (stats.dram.active, stats.dram.historical) == (4, 0)
+    with pool.insert(np.arange(8), host[[2, 0]]):  # cached blocks can be copied, and copied over never
+        copied(host[[2]], mine[5:])
+        assert engine.holds([5], [1])
+        with pytest.raises(kvpool.StateError):
+            copied(mine[:1], host[[2]])
+    pool.free(np.r_[mine, host[[1, 3]]])
+
+
+def test_a_copy_is_between_two_media(engine):
+    pool = engine.pool
+    mine, host = pool.adopt(np.arange(4)), pool.alloc(4, DRAM)
+    for addrs, into in (
+        (mine[:2], mine[2:]),
+        (host[:2], host[2:]),
+        (np.r_[mine[:1], host[:1]], host[1:3]),
+        (host[:2], np.r_[mine[:1], host[:1]]),
+        (mine[:2], host[:1]),
+        (mine[:2], host[[1, 1]]),
+        ([], host[:1]),
+    ):
+        for wait in (True, False):
+            with pytest.raises(kvpool.ArgumentError):
+                pool.copy(addrs, into, wait=wait)
+    with pytest.raises(kvpool.ArgumentError):
+        pool.load(mine[:2], host[:2])  # a load goes to HBM
+    pool.free(np.r_[mine, host])
+
+
 def test_a_pool_with_one_medium_says_so():
     with kvpool.Pool(LAYOUT, hbm_blocks=4) as pool:
         addrs = pool.alloc(1)

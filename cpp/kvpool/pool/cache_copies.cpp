@@ -95,30 +95,31 @@ class CacheCopies::Save {
   std::optional<Reading> reading_;
 };
 
-// Cached blocks, and blocks of the caller that are reserved until their content has come.
-class CacheCopies::Load {
+// Blocks that are read, and blocks of the caller that are reserved until their content has come.
+class CacheCopies::Copy {
  public:
-  Load(CacheCopies& copies, std::span<const Address> addresses, std::span<const Address> into)
-      : copies_(copies), into_(into.begin(), into.end()) {
+  Copy(CacheCopies& copies, TierWay way, std::span<const Address> addresses, std::span<const Address> into)
+      : copies_(copies), way_(way), into_(into.begin(), into.end()) {
     if (addresses.size() != into.size()) {
       throw Error(
           ErrorCode::kArgument,
-          std::to_string(addresses.size()) + " blocks to load, and " + std::to_string(into.size()) + " to load into",
+          std::to_string(addresses.size()) + " blocks to copy, and " + std::to_string(into.size()) + " to copy into",
           {{"needed", static_cast<std::int64_t>(addresses.size())}, {"given", static_cast<std::int64_t>(into.size())}});
     }
-    check_medium(addresses, Medium::kDram);
-    check_medium(into, Medium::kHbm);
+    check_medium(addresses, way == TierWay::kIn ? Medium::kDram : Medium::kHbm);
+    check_medium(into, way == TierWay::kIn ? Medium::kHbm : Medium::kDram);
     reading_.emplace(copies.claims_, std::vector(addresses.begin(), addresses.end()));
     copies.claims_.reserve_active(into_.data(), into_.size(), kNoPeer, 0);
   }
-  ~Load() { copies_.claims_.take_over(into_.data(), into_.size()); }
-  Load(const Load&) = delete;
-  Load& operator=(const Load&) = delete;
+  ~Copy() { copies_.claims_.take_over(into_.data(), into_.size()); }
+  Copy(const Copy&) = delete;
+  Copy& operator=(const Copy&) = delete;
 
-  void carry_out(const CopyOrder& order) { copies_.moves_.copy(TierWay::kIn, reading_->addresses(), into_, order); }
+  void carry_out(const CopyOrder& order) { copies_.moves_.copy(way_, reading_->addresses(), into_, order); }
 
  private:
   CacheCopies& copies_;
+  const TierWay way_;
   const std::vector<Address> into_;
   std::optional<Reading> reading_;
 };
@@ -166,16 +167,17 @@ StartedSave CacheCopies::begin_save(std::string_view name_space, std::span<const
           blocks};
 }
 
-void CacheCopies::load(std::span<const Address> addresses, std::span<const Address> into, const CallerStream& after) {
+void CacheCopies::copy(TierWay way, std::span<const Address> addresses, std::span<const Address> into,
+                       const CallerStream& after) {
   check_memory(after);
-  Load(*this, addresses, into).carry_out(after);
+  Copy(*this, way, addresses, into).carry_out(after);
 }
 
-std::shared_ptr<Swap> CacheCopies::begin_load(std::span<const Address> addresses, std::span<const Address> into,
-                                              const CallerStream& after) {
+std::shared_ptr<Swap> CacheCopies::begin_copy(TierWay way, std::span<const Address> addresses,
+                                              std::span<const Address> into, const CallerStream& after) {
   check_memory(after);
-  auto load = std::make_shared<Load>(*this, addresses, into);
-  return moves_.begin_copy(TierWay::kIn, after, [load = std::move(load)] { load->carry_out(CopyOrder::met()); });
+  auto copy = std::make_shared<Copy>(*this, way, addresses, into);
+  return moves_.begin_copy(way, after, [copy = std::move(copy)] { copy->carry_out(CopyOrder::met()); });
 }
 
 }  // namespace kvpool

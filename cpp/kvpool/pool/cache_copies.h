@@ -1,8 +1,8 @@
-// Copies between blocks that the caller owns in HBM and cached blocks in DRAM: for engines that allocate their blocks
+// Copies between blocks that the caller owns in HBM and blocks in DRAM: for engines that allocate their blocks
 // themselves, and use them again when they like. Unlike a swap, a copy leaves both blocks where they are.
 //
 // A save caches only what is not cached yet. Its source keeps its content until the copy has ended: the caller may not
-// write to it, and an engine may not free it (kState). A load reserves its destinations until it has ended. Copies of
+// write to it, and an engine may not free it (kState). A copy reserves its destinations until it has ended. Copies of
 // one direction take turns with the swaps of that direction.
 //
 // Thread-safety: all of it. Every method that throws has changed nothing, except that room that was made stays made,
@@ -40,13 +40,13 @@ class CacheCopies {
                    const CallerStream& after);
   StartedSave begin_save(std::string_view name_space, std::span<const Token> tokens, std::span<const Address> addresses,
                          const CallerStream& after);
-  void load(std::span<const Address> addresses, std::span<const Address> into, const CallerStream& after);
-  std::shared_ptr<Swap> begin_load(std::span<const Address> addresses, std::span<const Address> into,
+  void copy(TierWay way, std::span<const Address> addresses, std::span<const Address> into, const CallerStream& after);
+  std::shared_ptr<Swap> begin_copy(TierWay way, std::span<const Address> addresses, std::span<const Address> into,
                                    const CallerStream& after);
 
  private:
   class Save;
-  class Load;
+  class Copy;
   void check_memory(const CallerStream& after);
   void check_prompt(std::span<const Token> tokens, std::span<const Address> addresses) const;
 

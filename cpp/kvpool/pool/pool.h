@@ -53,6 +53,7 @@ class PromptCache;
 class Swap;
 class TierMover;
 class TierMoves;
+enum class TierWay : std::uint8_t;
 
 // The share of a pool in a space with caches of other pools: its blocks are made of the space's units, and its arenas
 // are views of the common memory.
@@ -152,18 +153,20 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool> {
                                       const CallerStream& after = {});
   // Copies active HBM blocks of the caller's, which hold whole blocks of these tokens, to DRAM, and caches the copies:
   // as many as are not cached yet, making room. Returns how many. `after`: as in swap_out, for work that may still
-  // write the blocks. Throws kArgument, kStaleAddress, kNotOwner, kState, kOutOfBlocks, kUnsupported for a logical
-  // instance.
+  // write the blocks. Throws kArgument, kStaleAddress, kNotOwner, kState, kOutOfBlocks; of a logical
+  // instance kBusy until all ranks have joined, and kUnsupported for `after`.
   std::size_t save(std::string_view name_space, std::span<const Token> tokens, std::span<const Address> addresses,
                    const CallerStream& after = {});
-  // Copies blocks in DRAM to active HBM blocks of the caller's, which are reserved meanwhile; both stay where they are.
-  // Throws as save(). If it throws while it copies, the content of `into` is undefined.
-  void load(std::span<const Address> addresses, std::span<const Address> into, const CallerStream& after = {});
+  // Copies blocks in one of HBM and DRAM, active or cached, to active blocks of the caller's in the other, which are
+  // reserved meanwhile; both stay where they are. Throws as save(). If it throws while it copies, the content of `into`
+  // is undefined.
+  void copy(TierWay way, std::span<const Address> addresses, std::span<const Address> into,
+            const CallerStream& after = {});
   // The same on a thread of the pool. Wrong arguments throw here. Sources cannot be freed by an engine, and
   // destinations are reserved, from now on until the handle is done.
   StartedSave begin_save(std::string_view name_space, std::span<const Token> tokens, std::span<const Address> addresses,
                          const CallerStream& after = {});
-  std::shared_ptr<Swap> begin_load(std::span<const Address> addresses, std::span<const Address> into,
+  std::shared_ptr<Swap> begin_copy(TierWay way, std::span<const Address> addresses, std::span<const Address> into,
                                    const CallerStream& after = {});
   // Whether HBM is on a GPU: then the CPU may not dereference its addresses.
   bool on_device() const noexcept;

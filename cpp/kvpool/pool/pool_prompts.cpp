@@ -94,9 +94,10 @@ std::size_t Pool::save(std::string_view name_space, std::span<const Token> token
   return copies_->save(name_space, tokens, addresses, after);
 }
 
-void Pool::load(std::span<const Address> addresses, std::span<const Address> into, const CallerStream& after) {
+void Pool::copy(TierWay way, std::span<const Address> addresses, std::span<const Address> into,
+                const CallerStream& after) {
   guard();
-  copies_->load(addresses, into, after);
+  copies_->copy(way, addresses, into, after);
 }
 
 StartedSave Pool::begin_save(std::string_view name_space, std::span<const Token> tokens,
@@ -105,10 +106,10 @@ StartedSave Pool::begin_save(std::string_view name_space, std::span<const Token>
   return copies_->begin_save(name_space, tokens, addresses, after);
 }
 
-std::shared_ptr<Swap> Pool::begin_load(std::span<const Address> addresses, std::span<const Address> into,
+std::shared_ptr<Swap> Pool::begin_copy(TierWay way, std::span<const Address> addresses, std::span<const Address> into,
                                        const CallerStream& after) {
   guard();
-  return copies_->begin_load(addresses, into, after);
+  return copies_->begin_copy(way, addresses, into, after);
 }
 
 std::shared_ptr<Swap> Pool::begin_swap_out(std::size_t n, const CallerStream& after) {

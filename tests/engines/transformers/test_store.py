@@ -1,4 +1,4 @@
-"""A transformers model whose prompts come from a pool computes what it computes from a cache of its own."""
+"""A transformers model whose prompts come from a pool computes what it computes from its own cache."""
 
 from __future__ import annotations
 

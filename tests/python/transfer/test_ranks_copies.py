@@ -110,7 +110,14 @@ def test_a_prompt_survives_the_reuse_of_its_blocks_in_every_worker(
         loaded = pool.load(hit.addrs, again, wait=wait)
         assert (loaded if wait else loaded.wait(60).result) == 3
     assert engine.holds(theirs, kv)
-    pool.free(again)
+    host = pool.alloc(3, DRAM)
+    for addrs, into in ((again, host), (host, again)):
+        copied = pool.copy(addrs, into, wait=wait)
+        assert (copied if wait else copied.wait(60).result) == 3
+        if addrs is again:
+            engine.write(theirs, contents(3, engine.layout, seed=2))
+    assert engine.holds(theirs, kv)
+    pool.free(np.r_[again, host])
     assert pool.audit().dram.historical == 3
 
 
