@@ -96,8 +96,8 @@ class Driver:
     def inside(self, what: str, *arguments: Any) -> dict:
         import inside
 
-        (told,) = self.llm.collective_rpc(getattr(inside, what), args=tuple(arguments))
-        return {"told": told}
+        told = self.llm.collective_rpc(getattr(inside, what), args=tuple(arguments))
+        return {"told": told if len(told) > 1 else told[0]}  # of each worker
 
     def metrics(self) -> dict:
         return {metric.name: metric.value for metric in self.llm.get_metrics() if hasattr(metric, "value")}
@@ -115,7 +115,10 @@ class Driver:
 
         told = []
         for case in cases:
-            parallel = SimpleNamespace(world_size=1, distributed_executor_backend="uni")
+            parallel = SimpleNamespace(
+                world_size=1, rank=0, distributed_executor_backend="uni", prefill_context_parallel_size=1,
+                decode_context_parallel_size=1,
+            )  # fmt: skip
             parallel.__dict__.update(case.get("parallel", {}))
             config = SimpleNamespace(
                 kv_transfer_config=KVTransferConfig(

@@ -9,8 +9,9 @@ from kvpool.engines.vllm import engine_pool
 
 
 def only_engine() -> engine_pool.EnginePool:
-    (engine,) = engine_pool._pools.values()
-    return engine
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return get_kv_transfer_group()._worker()
 
 
 def await_saves(worker) -> dict:
@@ -71,3 +72,19 @@ def fail_loads(worker, failures: list[str]) -> None:
 
 def failures_left(worker) -> int:
     return len(only_engine().pool.failures)
+
+
+def is_last() -> bool:
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return get_tp_group().is_last_rank
+
+
+def poison_last(worker) -> None:
+    if is_last():
+        poison(worker)
+
+
+def fail_loads_of_last(worker, failures: list[str]) -> None:
+    if is_last():
+        fail_loads(worker, failures)

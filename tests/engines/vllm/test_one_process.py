@@ -144,13 +144,13 @@ def test_the_pool_is_what_the_options_say(engine):
 
 
 CASES = [
-    ({"parallel": {"world_size": 2}}, "Unsupported", "2 workers; KvpoolConnector supports one worker"),
-    ({"parallel": {"world_size": 2}, "role": "WORKER"}, "Unsupported", "2 workers"),
-    ({"parallel": {"distributed_executor_backend": "mp"}}, "Unsupported", "'mp'.*VLLM_ENABLE_V1_MULTIPROCESSING=0"),
+    ({"parallel": {"decode_context_parallel_size": 2}}, "Unsupported", "context parallelism"),
+    ({"parallel": {"prefill_context_parallel_size": 2}, "role": "WORKER"}, "Unsupported", "context parallelism"),
     ({"sleep": True}, "Unsupported", "sleep mode"),
-    ({}, "Unsupported", "no worker has registered"),
+    ({}, "StateError", "no worker has registered"),
     ({"extra": {"dram": 1}}, "ArgumentError", "dram_gib"),
     ({"role": "WORKER"}, "", ""),
+    ({"parallel": {"world_size": 2}}, "", ""),
 ]
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-
 import pytest
-from vllm_process import PYTHON, ROOT, Engine, needs_vllm, prompt, same, serving
+from vllm_process import prompt, same, serving
 
 
 @pytest.fixture(scope="module")
@@ -54,29 +51,3 @@ def test_the_coldest_blocks_make_room(engine):
     engine.forget()
     assert engine.ask(prompt(300, seed=3))["cached"] == 0
     assert engine.ask(prompt(300, seed=12))["cached"] == 288
-
-
-def test_a_worker_in_another_process_is_refused(tmp_path_factory):
-    """What vLLM takes on a CPU unless it is told otherwise."""
-    needs_vllm()
-    engine = Engine(tmp_path_factory.mktemp("vllm"), own_process=True)
-    try:
-        told = engine.attempt("start", model=engine.model, extra={}, executor="mp", dtype="float32", max_model_len=320)
-        assert "error" in told
-        assert "KvpoolConnector supports one worker in the scheduler's process" in engine.log()
-    finally:
-        engine.close()
-
-
-def test_the_example_runs(tmp_path):
-    needs_vllm()
-    engine = Engine(tmp_path)
-    engine("write_model", model=engine.model)
-    engine.close()
-    run = subprocess.run(
-        [PYTHON, ROOT / "examples" / "vllm_offload.py", engine.model],
-        capture_output=True, text=True, env=engine.environment, cwd=tmp_path, check=False,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
-    assert re.search(r"kvpool has not: +[\d.]+ ms, 1408 tokens", run.stdout), run.stdout
-    assert "the same answer each time" in run.stdout

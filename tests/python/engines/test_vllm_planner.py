@@ -5,16 +5,29 @@ from __future__ import annotations
 import random
 
 import pytest
+from engines.vllm_apart_kit import ApartEngine
 from engines.vllm_kit import Adapter, Engine, Feature, Position, Request, prompt
 
 import kvpool
 
 
+@pytest.fixture(params=[Engine, ApartEngine], ids=["one process", "two workers"])
+def made(request):
+    """A maker of engines, which are closed at the end."""
+    engines = []
+
+    def make(**how):
+        engines.append(request.param(**how))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
 @pytest.fixture(params=[False, True], ids=["loads before steps", "loads beside steps"])
-def engine(request):
-    engine = Engine(async_load=request.param)
-    yield engine
-    engine.close()
+def engine(made, request):
+    return made(async_load=request.param)
 
 
 def test_a_prompt_comes_back_after_its_blocks_were_used_again(engine):
@@ -145,9 +158,9 @@ def test_a_request_whose_load_failed_is_never_looked_up_again(engine):
     assert engine.planner.match(request, 0) == (0, False)
 
 
-def test_what_was_computed_from_a_failed_load_is_not_saved():
+def test_what_was_computed_from_a_failed_load_is_not_saved(made):
     """vLLM learns of the failure after the step, which has computed on with what was not loaded."""
-    engine = Engine()
+    engine = made()
     engine.run(Request("a", prompt(20)))
     engine.pool.finish_all()
     engine.run(Request("x", prompt(50, seed=1)))  # other content in the blocks
@@ -168,11 +181,10 @@ def test_what_was_computed_from_a_failed_load_is_not_saved():
     assert engine.pool.explain_match(prompt(20)).matched_tokens == 20
     engine.finish(request)
     assert engine.run(Request("c", prompt(21))) == 20
-    engine.close()
 
 
-def test_a_request_may_end_while_its_load_is_under_way():
-    engine = Engine(async_load=True)
+def test_a_request_may_end_while_its_load_is_under_way(made):
+    engine = made(async_load=True)
     engine.run(Request("a", prompt(20)))
     engine.pool.finish_all()
     request = engine.start(Request("b", prompt(20)))
@@ -186,7 +198,6 @@ def test_a_request_may_end_while_its_load_is_under_way():
     assert not engine.waiting
     engine.requests.clear()
     assert engine.pool.evict(64, kvpool.DRAM) == 5
-    engine.close()
 
 
 def test_the_id_of_a_request_may_be_used_again(engine):
@@ -214,14 +225,13 @@ OTHERS = [
 ]
 
 
-def test_salts_adapters_and_images_do_not_share_blocks():
-    engine = Engine(dram_blocks=128)
+def test_salts_adapters_and_images_do_not_share_blocks(made):
+    engine = made(dram_blocks=128)
     for number, more in enumerate([{}, *OTHERS]):
         assert engine.run(Request(f"{number}", prompt(20), **more)) == 0, more
         engine.pool.finish_all()
     for number, more in enumerate([{}, *OTHERS]):
         assert engine.run(Request(f"again {number}", prompt(20), **more)) == 16, more
-    engine.close()
 
 
 @pytest.mark.parametrize("more", [{"prompt_embeds": object()}, {"resumable": True}, {"prompt_token_ids": None}])
@@ -243,13 +253,12 @@ def test_a_request_that_wants_all_logits_loads_nothing(engine):
 
 
 @pytest.mark.parametrize(("how", "saved", "loaded"), [({"saves": False}, 0, 0), ({"loads": False}, 4, 0)])
-def test_a_role_that_only_produces_or_only_consumes(how, saved, loaded):
-    engine = Engine(**how)
+def test_a_role_that_only_produces_or_only_consumes(made, how, saved, loaded):
+    engine = made(**how)
     engine.run(Request("a", prompt(17)))
     engine.pool.finish_all()
     assert engine.pool.stats().dram.historical == saved
     assert engine.run(Request("b", prompt(17))) == loaded
-    engine.close()
 
 
 def test_a_reset_forgets_all_and_what_is_running_is_not_saved_any_more(engine):
@@ -270,8 +279,8 @@ def test_a_reset_forgets_all_and_what_is_running_is_not_saved_any_more(engine):
     assert engine.run(Request("d", prompt(20))) == 16
 
 
-def test_without_room_nothing_is_cached_and_nothing_fails():
-    engine = Engine(dram_blocks=2)
+def test_without_room_nothing_is_cached_and_nothing_fails(made):
+    engine = made(dram_blocks=2)
     assert engine.run(Request("a", prompt(20))) == 0
     engine.pool.finish_all()
     assert engine.run(Request("b", prompt(20))) == 0
@@ -280,14 +289,13 @@ def test_without_room_nothing_is_cached_and_nothing_fails():
     engine.run(Request("c", prompt(8)))
     engine.pool.finish_all()
     assert engine.run(Request("d", prompt(9))) == 8
-    engine.close()
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_many_requests_at_once_with_too_few_blocks(seed):
+def test_many_requests_at_once_with_too_few_blocks(made, seed):
     """Prompts that share beginnings; preemption, aborts, failed loads and late copies in any order."""
     chance = random.Random(seed)
-    engine = Engine(blocks=14, dram_blocks=20, async_load=bool(seed % 2))
+    engine = made(blocks=14, dram_blocks=20, async_load=bool(seed % 2))
     queue: list[Request] = []
     running: list[Request] = []
     started = finished = 0
@@ -321,7 +329,6 @@ def test_many_requests_at_once_with_too_few_blocks(seed):
                 finished += 1
     engine.pool.finish_all()
     assert engine.planner.reset()
-    engine.close()
 
 
 def test_closing_ends_copies_that_are_under_way():
@@ -342,10 +349,12 @@ def test_closing_ends_copies_that_are_under_way():
     engine.engine.close()
 
 
-def test_a_step_in_which_vllm_copies_blocks_waits_for_all_saves(engine):
+def test_a_step_in_which_vllm_copies_blocks_waits_for_all_saves():
+    engine = Engine()
     engine.run(Request("a", prompt(20)))
     step = engine.planner.plan({}, lambda _: [], copies_blocks=True)
     assert step.written is None
     assert engine.engine.saving
     engine.engine.await_saves_of(step.written)
     assert not engine.engine.saving
+    engine.close()

@@ -8,6 +8,7 @@ is the worst that an engine can do to saves that still read them.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 import kvpool
 from kvpool.engines.vllm.engine_pool import EnginePool
 from kvpool.engines.vllm.planner import Planner
+from kvpool.engines.vllm.plans import StepPlan
 
 BLOCK = 4
 LAYOUT = kvpool.KVLayout(layers=2, kv_heads=2, head_dim=4, dtype="float32", block_tokens=BLOCK, pages="fused")
@@ -69,6 +71,7 @@ class HeldCopy:
         self._start = start
         self._error: Exception | None = None
         self._over = False
+        self.targets: set[int] = set()
         self.result = 0
 
     def finish(self) -> None:
@@ -96,6 +99,7 @@ class HeldPool:
         self._pool = pool
         self.held: list[HeldCopy] = []
         self.fail_loads: list[str] = []  # "now": the call raises; "later": the copy fails
+        self.fail_saves: list[str] = []
 
     def __getattr__(self, name):
         return getattr(self._pool, name)
@@ -103,6 +107,24 @@ class HeldPool:
     def save(self, tokens, addrs, namespace="", *, stream=None, wait=True):
         tokens = np.array(tokens)
         return self._hold(lambda: self._pool.save(tokens, addrs, namespace))
+
+    def copy(self, addrs, into, *, stream=None, wait=True):
+        """Of a worker: a save."""
+        how = self.fail_saves.pop(0) if self.fail_saves else ""
+        if how == "now":
+            raise kvpool.DeviceLost("the test says so")
+
+        def start():
+            if how == "later":
+                raise kvpool.DeviceLost("the test says so")
+            return self._pool.copy(addrs, into)
+
+        targets = set(into.tolist())
+        if any(not copy.done() and not targets.isdisjoint(copy.targets) for copy in self.held):
+            raise kvpool.StateError("a block is reserved")  # as the pool says
+        copy = self._hold(start)
+        copy.targets = targets
+        return copy
 
     def load(self, addrs, into, *, stream=None, wait=True):
         how = self.fail_loads.pop(0) if self.fail_loads else ""
@@ -132,18 +154,27 @@ class Engine:
     def __init__(
         self, blocks: int = 16, dram_blocks: int = 64, *, held: bool = True, prefix_cache: bool = False, **how
     ):
-        self.layers = [np.full((blocks, 2, BLOCK, 8), -1, np.float32) for _ in range(2)]
-        pool = kvpool.Pool(
-            LAYOUT, hbm=self.layers, engine_allocates=True, dram_blocks=dram_blocks, huge_pages="never", audit=True
-        )
-        self.pool: Any = HeldPool(pool) if held else pool
-        self.engine = EnginePool(self.pool, blocks)
-        self.planner = Planner(self.engine, BLOCK, **how)
+        self.memories: list[list[Any]] = []  # of each worker: a tensor a layer
+        self.planner = Planner(self._make(blocks, dram_blocks, held), BLOCK, **how)
         self.free = list(range(blocks - 1, 0, -1))  # block 0 is vLLM's null block
         self.requests: dict[str, Request] = {}
         self.waiting: set[str] = set()  # for an asynchronous load
         self.external: dict[str, int] = {}
         self.computed_tokens = 0
+
+    def _make(self, blocks: int, dram_blocks: int, held: bool) -> Any:
+        """What the planner speaks to."""
+        self.pool: Any = self._new_pool(blocks, dram_blocks, held)
+        self.engine: Any = EnginePool(self.pool, blocks)
+        return self.engine
+
+    def _new_pool(self, blocks: int, dram_blocks: int, held: bool) -> Any:
+        layers = [np.full((blocks, 2, BLOCK, 8), -1, np.float32) for _ in range(2)]
+        self.memories.append(layers)
+        pool = kvpool.Pool(
+            LAYOUT, hbm=layers, engine_allocates=True, dram_blocks=dram_blocks, huge_pages="never", audit=True
+        )
+        return HeldPool(pool) if held else pool
 
     def start(self, request: Request) -> Request:
         self.requests[request.request_id] = request
@@ -171,17 +202,7 @@ class Engine:
             while len(request.blocks) * BLOCK < min(request.num_computed_tokens + count, request.num_tokens + count):
                 request.blocks.append(self.free.pop())
         step = self.planner.plan(counts, lambda request_id: self.requests[request_id].blocks)
-        self.engine.await_saves_of(step.written)
-        for load in step.loads:
-            if load.request_id in self.waiting:
-                self.engine.begin_load(load)
-            else:
-                self.engine.load(load)
-        for request_id, count in counts.items():
-            self._compute(self.requests[request_id], count)
-        for save in step.saves:
-            self.engine.begin_save(save)
-        ended, failed = self.engine.take_ended_loads(), self.engine.take_failed_blocks()
+        ended, failed = self._execute(step, counts)
         for request_id, count in counts.items():
             self.requests[request_id].num_computed_tokens += count
         for request in self.requests.values():
@@ -191,6 +212,24 @@ class Engine:
         self.planner.failed(failed)
         self.waiting -= ended
         return failed
+
+    def _execute(self, step: StepPlan, counts: dict[str, int]) -> tuple[set[str], set[int]]:
+        """The requests whose loads have ended, and the blocks that failed to load."""
+        self._begin(self.engine, step)
+        for request_id, count in counts.items():
+            self._compute(self.requests[request_id], count)
+        for save in step.saves:
+            self.engine.begin_save(save)
+        return self.engine.take_ended_loads(), self.engine.take_failed_blocks()
+
+    def _begin(self, worker: Any, step: StepPlan) -> None:
+        """What a worker does before it computes."""
+        worker.await_saves_of(step.written)
+        for load in step.loads:
+            if load.request_id in self.waiting:
+                worker.begin_load(load)
+            else:
+                worker.load(load)
 
     def finish(self, request: Request) -> None:
         self.planner.finish(request.request_id)
@@ -218,7 +257,7 @@ class Engine:
         """All that the request has computed or loaded is right."""
         for at in range(request.num_computed_tokens):
             block, row = request.blocks[at // BLOCK], at % BLOCK
-            for layer, tensor in enumerate(self.layers):
+            for layer, tensor in self._tensors():
                 assert (tensor[block, :, row] == content(request, at) + layer).all(), (request.request_id, at)
 
     def close(self) -> None:
@@ -228,8 +267,14 @@ class Engine:
     def _compute(self, request: Request, count: int) -> None:
         self.computed_tokens += count
         for at in range(request.num_computed_tokens, min(request.num_computed_tokens + count, request.num_tokens)):
-            for layer, tensor in enumerate(self.layers):
+            for layer, tensor in self._tensors():
                 tensor[request.blocks[at // BLOCK], :, at % BLOCK] = content(request, at) + layer
+
+    def _tensors(self) -> Iterator[tuple[float, Any]]:
+        """Of all workers, with what distinguishes their content."""
+        for worker, layers in enumerate(self.memories):
+            for layer, tensor in enumerate(layers):
+                yield layer + worker / 4, tensor
 
     def _release(self, request: Request) -> None:
         self.free += request.blocks

@@ -7,10 +7,11 @@ What a request has computed is copied to a pool in DRAM, block by block, and com
     metrics       kvpool's figures in vLLM's log and in Prometheus; likewise
     planner       the scheduler's side: what each step loads and saves
     requests      what is remembered of a request: tokens, namespace
-    engine_pool   the pool of one engine: loads, saves, and which blocks must not be written yet
+    plans         what the scheduler's side tells the worker's, and what workers report
+    engine_pool   the pool of an engine in one process: loads, saves, and which blocks must not be written yet
+    scheduler_index, worker_pool   the same where workers are other processes: an index, and a pool for each worker
     layouts       what a page of vLLM's tensors holds
     options       kv_connector_extra_config
-    versions      which releases of vLLM were tested
 
 How to use it: docs/how-to/vllm.md.
 """
@@ -19,7 +20,10 @@ from __future__ import annotations
 
 import contextlib
 
-__all__ = ["CONNECTOR", "register"]
+__all__ = ["CONNECTOR", "TESTED", "register"]
+
+TESTED = "0.32"
+"""Releases 0.32.x; the Makefile and docs/how-to/vllm.md name the same."""
 
 CONNECTOR = "KvpoolConnector"
 

@@ -1,25 +1,30 @@
-"""vLLM's interface to a cache of KV blocks (``KVConnectorBase_V1``), over the pool of the engine.
+"""vLLM's interface to a cache of KV blocks (``KVConnectorBase_V1``), over the pools of the engine.
 
-vLLM makes two of these: one beside its scheduler and one in its worker. This module translates; what it calls decides.
+vLLM makes one of these beside its scheduler, and one in each worker. This module translates; what it calls decides.
+Where the one worker is in the scheduler's process, both sides share a pool; otherwise the scheduler has an index, and
+each worker a pool with its part of every block.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import vllm
 
-from kvpool.engines.vllm.versions import check_version
+from kvpool.engines.versions import check_version
+from kvpool.engines.vllm import TESTED
 
-check_version(vllm.__version__)  # before the imports that another release may lack
+check_version("vLLM", vllm.__version__, TESTED)  # before the imports that another release may lack
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.v1.executor.abstract import Executor  # noqa: E402
@@ -27,11 +32,15 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor  # noqa: E402
 from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: E402
 
 from kvpool.engines.vllm import engine_pool  # noqa: E402
-from kvpool.engines.vllm.engine_pool import EnginePool, StepPlan  # noqa: E402
+from kvpool.engines.vllm.engine_pool import EnginePool  # noqa: E402
+from kvpool.engines.vllm.figures import Figures  # noqa: E402
 from kvpool.engines.vllm.layouts import adoption_of, pages_of  # noqa: E402
 from kvpool.engines.vllm.metrics import KvpoolPromMetrics, KvpoolStats  # noqa: E402
 from kvpool.engines.vllm.options import Options  # noqa: E402
 from kvpool.engines.vllm.planner import Planner  # noqa: E402
+from kvpool.engines.vllm.plans import StepPlan, WorkerReport  # noqa: E402
+from kvpool.engines.vllm.scheduler_index import SchedulerIndex  # noqa: E402
+from kvpool.engines.vllm.worker_pool import WorkerPool  # noqa: E402
 from kvpool.errors import StateError, Unsupported  # noqa: E402
 from kvpool.pool import Pool  # noqa: E402
 
@@ -47,12 +56,30 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not th
     plan: StepPlan
 
 
+@dataclass
+class WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """From the workers' connectors to the scheduler's, with the output of a step."""
+
+    report: WorkerReport = field(default_factory=WorkerReport)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
+        """Adds what another worker says."""
+        self.report.add(other.report)
+        return self
+
+
+@dataclass
+class Joined(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """From a worker in another process to the scheduler, once: how many blocks of DRAM it has."""
+
+    dram_blocks: int
+
+
 class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Keeps computed blocks in DRAM, and brings them back. vLLM makes it; see docs/how-to/vllm.md.
 
     Raises:
-        Unsupported: The engine has several workers, or a worker in another process; several groups of KV layers; or
-            pages that are not plain K and V.
+        Unsupported: Several groups of KV layers; pages that are not plain K and V; context parallelism; sleep mode.
         ArgumentError, ArgumentTypeError: ``kv_connector_extra_config`` is wrong.
         OutOfMemory: The machine does not have the memory for the cache.
         LayoutMismatch: vLLM's tensors are not what its configuration says.
@@ -65,23 +92,24 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         transfer = self._kv_transfer_config
         self._options = Options.parse(transfer.kv_connector_extra_config)
         self._engine_id: str = transfer.engine_id
-        _check_processes(vllm_config)
+        _check_supported(vllm_config)
+        parallel = vllm_config.parallel_config
+        self._workers: int = parallel.world_size
+        self._rank: int = parallel.rank
+        self._one_process = parallel.world_size == 1 and issubclass(Executor.get_class(vllm_config), UniProcExecutor)
         self._pages = pages_of(kv_cache_config)
         self._engine: EnginePool | None = None
+        self._index: SchedulerIndex | None = None
+        self._planned: Planner | None = None
         if role == KVConnectorRole.SCHEDULER:
+            # vLLM reads this next. What a cache has lost can be computed; vLLM's default fails the request.
+            transfer.kv_load_failure_policy = "recompute"
+        if role == KVConnectorRole.SCHEDULER and self._one_process:
             # The worker is made first, and has registered its tensors.
             self._engine = engine_pool.find(self._engine_id)
             if self._engine is None:
-                raise _not_here("no worker has registered its blocks in the scheduler's process")
-            # vLLM reads this next. What a cache has lost can be computed; vLLM's default fails the request.
-            transfer.kv_load_failure_policy = "recompute"
-            self._planner = Planner(
-                self._engine,
-                self._pages.block_tokens,
-                loads=transfer.is_kv_consumer,
-                saves=transfer.is_kv_producer,
-                async_load=self._options.async_load,
-            )
+                raise StateError("no worker has registered its blocks in the scheduler's process")
+            self._planned = self._planner_over(self._engine)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -89,6 +117,16 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return False
 
     # ---- the scheduler's side
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Learns which workers there are, where they are other processes."""
+        if len(metadata) != self._workers:
+            raise StateError(f"{len(metadata)} of {self._workers} workers have registered their blocks")
+        blocks = min(joined.dram_blocks for joined in metadata.values())
+        self._index = SchedulerIndex(self._pages.block_tokens, blocks, self._workers)
+        self._planned = self._planner_over(self._index)
 
     def on_new_request(self, request: Any) -> None:
         """Remembers it."""
@@ -106,16 +144,17 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """The plan of the step."""
         state = scheduler_output.kv_connector_block_state
-        return StepMetadata(
-            self._planner.plan(
-                scheduler_output.num_scheduled_tokens,
-                lambda request_id: state.get_block_ids(request_id)[0],
-                bool(scheduler_output.kv_cache_block_copies),
-            )
+        plan = self._planner.plan(
+            scheduler_output.num_scheduled_tokens,
+            lambda request_id: state.get_block_ids(request_id)[0],
+            bool(scheduler_output.kv_cache_block_copies),
         )
+        return StepMetadata(plan if self._index is None else self._index.addressed(plan))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Learns which loads have failed."""
+        """Learns which loads have failed, and what has ended at workers."""
+        if self._index is not None and connector_output.kv_connector_worker_meta:
+            self._index.reported(connector_output.kv_connector_worker_meta.report)
         if connector_output.invalid_block_ids:
             self._planner.failed(connector_output.invalid_block_ids)
 
@@ -146,18 +185,30 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             found.layout,
             hbm=[tensor.permute(found.order) for tensor in tensors],
             block_dim=found.block_dim,
-            dram_blocks=self._options.blocks(found.layout.block_bytes),
+            dram_blocks=self._options.blocks(found.layout.block_bytes, self._workers),
             engine_allocates=True,
             **settings,
         )
         stream = (lambda: torch.cuda.current_stream(device)) if device.type == "cuda" else None
-        self._engine = EnginePool(pool, self._pages.blocks, stream)
-        engine_pool.attach(self._engine_id, self._engine)
+        if self._one_process:
+            self._engine = EnginePool(pool, self._pages.blocks, stream)
+            engine_pool.attach(self._engine_id, self._engine)
+        else:
+            self._engine = WorkerPool(pool, self._pages.blocks, stream)
         _log.info("vLLM's %d blocks are on kvpool: %s", self._pages.blocks, pool)
+
+    def get_handshake_metadata(self) -> Joined | None:
+        """What the scheduler must know of this worker, if it is another process."""
+        if not isinstance(self._engine, WorkerPool):
+            return None
+        return Joined(self._engine.pool.stats().dram.capacity)
 
     def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
         """Called before each step: waits for the saves whose blocks the step writes."""
-        self._worker().await_saves_of(kv_connector_metadata.plan.written)
+        engine = self._worker()
+        engine.await_saves_of(kv_connector_metadata.plan.written)
+        if isinstance(engine, WorkerPool):
+            engine.restored(kv_connector_metadata.plan.restored)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Carries out the step's loads; vLLM calls it before the step if one of them must be done by then."""
@@ -188,16 +239,31 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """The blocks that loads did not fill; vLLM computes them."""
         return self._worker().take_failed_blocks()
 
-    def get_kv_connector_stats(self) -> KvpoolStats | None:
-        """What happened since the last call."""
-        if self.role != KVConnectorRole.WORKER:
+    def build_connector_worker_meta(self) -> WorkerMetadata | None:
+        """What has ended here, for a scheduler in another process."""
+        if not isinstance(self._engine, WorkerPool):
             return None
-        figures = self._worker().take_figures()
+        report = self._engine.take_report()
+        return WorkerMetadata(report) if report else None
+
+    def get_kv_connector_stats(self) -> KvpoolStats | None:
+        """What happened since the last call. vLLM adds up what workers say, and each copies its part of all tokens."""
+        if self._index is not None:
+            figures, self._index.figures = self._index.figures, Figures()
+        elif self.role != KVConnectorRole.WORKER:
+            return None
+        else:
+            figures = self._worker().take_figures()
+            if self._rank:
+                figures = Figures({name: value for name, value in figures.items() if name.startswith("failed")})
         return KvpoolStats(data=dict(figures)) if figures else None
 
     def shutdown(self) -> None:
         """Closes the pool; the first side that is shut down does it."""
-        engine_pool.detach(self._engine_id)
+        if self._one_process:
+            engine_pool.detach(self._engine_id)
+        elif self._engine is not None:
+            self._engine.close()
 
     # ---- the class
 
@@ -224,6 +290,22 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     # ----
 
+    @property
+    def _planner(self) -> Planner:
+        if self._planned is None:
+            raise StateError("the workers have not registered their blocks yet")
+        return self._planned
+
+    def _planner_over(self, engine: EnginePool | SchedulerIndex) -> Planner:
+        transfer = self._kv_transfer_config
+        return Planner(
+            engine,
+            self._pages.block_tokens,
+            loads=transfer.is_kv_consumer,
+            saves=transfer.is_kv_producer,
+            async_load=self._options.async_load,
+        )
+
     def _worker(self) -> EnginePool:
         if self._engine is None:
             raise StateError("vLLM has not registered its KV tensors yet")
@@ -234,20 +316,9 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return plan
 
 
-def _check_processes(vllm_config: Any) -> None:
-    """The scheduler and the one worker must share a process."""
+def _check_supported(vllm_config: Any) -> None:
     parallel = vllm_config.parallel_config
-    if parallel.world_size != 1:
-        raise _not_here(f"this engine has {parallel.world_size} workers")
-    if not issubclass(Executor.get_class(vllm_config), UniProcExecutor):
-        raise _not_here(f"the executor is {parallel.distributed_executor_backend!r}")
+    if parallel.prefill_context_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
+        raise Unsupported("KvpoolConnector does not support context parallelism: workers would hold parts of tokens")
     if vllm_config.model_config.enable_sleep_mode:
         raise Unsupported("KvpoolConnector does not support sleep mode: vLLM would unmap blocks that the pool reads")
-
-
-def _not_here(why: str) -> Unsupported:
-    return Unsupported(
-        f"{why}; KvpoolConnector supports one worker in the scheduler's process: tensor_parallel_size=1, "
-        "pipeline_parallel_size=1, distributed_executor_backend='uni'. On a CPU vLLM takes 'uni' only with "
-        "VLLM_ENABLE_V1_MULTIPROCESSING=0"
-    )

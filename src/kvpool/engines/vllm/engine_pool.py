@@ -5,8 +5,8 @@ rule is kept here that the pool cannot keep: nothing writes to a block while a s
 that it writes, and `await_saves_of` waits for the saves that read one of them. A running request's whole blocks are not
 written, and vLLM reuses the blocks that were freed last after all others, so in practice nothing waits.
 
-The scheduler's side and the worker's side share this object: both are in one process. With workers in other processes,
-a pool at the scheduler would stand here.
+The scheduler's side and the worker's side share this object where both are in one process. Otherwise the scheduler has
+a `SchedulerIndex`, and each worker a `WorkerPool`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,61 +23,28 @@ import numpy.typing as npt
 
 from kvpool import _core
 from kvpool.engines.vllm.figures import Figures
+from kvpool.engines.vllm.plans import LoadPlan, SavePlan
 from kvpool.errors import DeadlineExceeded, Error, OutOfBlocks, StateError
 from kvpool.pool import Pool
 from kvpool.types import DRAM
 
-__all__ = ["EnginePool", "LoadPlan", "SavePlan", "StepPlan", "attach", "detach", "find"]
+__all__ = ["EnginePool", "attach", "detach", "find", "wait_for"]
 
 _log = logging.getLogger("kvpool.engines.vllm")
-
-
-@dataclass(frozen=True)
-class LoadPlan:
-    """A load of one request: blocks of its pinned match, from `first` on, into vLLM's `blocks`."""
-
-    request_id: str
-    first: int
-    blocks: npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class SavePlan:
-    """A prompt of whole blocks, and vLLM's blocks that hold it when the step has ended."""
-
-    request_id: str
-    namespace: str
-    tokens: npt.NDArray[np.int32]
-    blocks: npt.NDArray[np.int64]
-
-
-@dataclass
-class StepPlan:
-    """What a step does besides computing.
-
-    Attributes:
-        loads: Before it, or beside it.
-        saves: After it.
-        written: Blocks that it may write; None: any.
-    """
-
-    loads: list[LoadPlan] = field(default_factory=list)
-    saves: list[SavePlan] = field(default_factory=list)
-    written: set[int] | None = field(default_factory=set)
 
 
 @dataclass
 class _Save:
     copy: _core.BlockCopy
     blocks: frozenset[int]
-    tokens: int
+    plan: SavePlan
 
 
 @dataclass
 class _Load:
     copy: _core.BlockCopy
-    hit: _core.Match
-    blocks: npt.NDArray[np.int64]
+    hit: _core.Match | None
+    plan: LoadPlan
     began: float
 
 
@@ -122,6 +89,10 @@ class EnginePool:
         self._hits[request_id] = hit
         return hit.tokens
 
+    def rewritten(self, blocks: Iterable[int]) -> None:
+        """The step computes these blocks anew."""
+        self.suspects.difference_update(blocks)
+
     def unpin(self, request_id: str) -> None:
         """Ends the pin of a request, if it has one that no load has taken."""
         hit = self._hits.pop(request_id, None)
@@ -137,9 +108,9 @@ class EnginePool:
     def clear(self) -> bool:
         """Waits for all copies, and drops all that is cached. Returns whether nothing is left."""
         for save in self._saves:
-            _await(save.copy)
+            wait_for(save.copy)
         for load in self._loads.values():
-            _await(load.copy)
+            wait_for(load.copy)
         self._reap_saves()
         self._reap_loads()
         for request_id in list(self._hits):
@@ -157,7 +128,7 @@ class EnginePool:
             return
         began = time.perf_counter()
         for save in waiting:
-            _await(save.copy)
+            wait_for(save.copy)
         self.figures.add(save_wait_seconds=time.perf_counter() - began)
         self._reap_saves()
 
@@ -185,15 +156,14 @@ class EnginePool:
         """Begins to save what is not cached of a prompt. Raises nothing for lack of room: then it is not cached."""
         blocks = frozenset(plan.blocks.tolist())
         if not self.suspects.isdisjoint(blocks):
+            self._save_over(plan, well=False)
             return
         try:
-            copy = self.pool.save(
-                plan.tokens, self._addrs[plan.blocks], plan.namespace, stream=self._current_stream(), wait=False
-            )
+            copy = self._copy_out(plan)
         except Error as error:
-            self._save_failed(error)
+            self._save_failed(plan, error)
             return
-        self._saves.append(_Save(copy, blocks, len(plan.tokens)))
+        self._saves.append(_Save(copy, blocks, plan))
 
     def take_figures(self) -> Figures:
         """What happened since the last call."""
@@ -206,8 +176,9 @@ class EnginePool:
         if self.pool.closed:
             return
         for copy in [*(save.copy for save in self._saves), *(load.copy for load in self._loads.values())]:
-            _await(copy)
-        for hit in [*self._hits.values(), *(load.hit for load in self._loads.values())]:
+            wait_for(copy)
+        loading = [load.hit for load in self._loads.values() if load.hit is not None]
+        for hit in [*self._hits.values(), *loading]:
             hit.close()
         self._hits.clear()
         self._saves.clear()
@@ -219,35 +190,50 @@ class EnginePool:
     def _current_stream(self) -> Any:
         return None if self._stream is None else self._stream()
 
+    def _source(self, plan: LoadPlan) -> tuple[_core.Match | None, npt.NDArray[np.uint64]]:
+        """The blocks to load, and what pins them. Raises StateError if nothing does."""
+        hit = self._hits.pop(plan.request_id, None)
+        if hit is None:
+            raise StateError(f"the match of request {plan.request_id} was given up before its load")
+        return hit, hit.addrs[plan.first : plan.first + len(plan.blocks)]
+
+    def _copy_out(self, plan: SavePlan) -> _core.BlockCopy:
+        """Begins a save."""
+        return self.pool.save(
+            plan.tokens, self._addrs[plan.blocks], plan.namespace, stream=self._current_stream(), wait=False
+        )
+
+    def _save_over(self, plan: SavePlan, well: bool) -> None:
+        """A save has ended, or was not begun."""
+
+    def _load_over(self, plan: LoadPlan) -> None:
+        """A load has ended, or could not begin."""
+
     def _copy_in(self, plan: LoadPlan, wait: bool) -> bool:
         """Whether the load has ended well, or begun."""
-        hit = self._hits.pop(plan.request_id, None)
+        hit = None
         began = time.perf_counter()
         try:
-            if hit is None:
-                raise StateError(f"the match of request {plan.request_id} was given up before its load")
+            hit, source = self._source(plan)
             self.await_saves_of(set(plan.blocks.tolist()))
-            source = hit.addrs[plan.first : plan.first + len(plan.blocks)]
             copy = self.pool.load(source, self._addrs[plan.blocks], stream=self._current_stream(), wait=wait)
         except Error as error:
-            if hit is not None:
-                hit.close()
-            self._load_failed(plan.blocks, error)
+            self._end_load(plan, hit, began, error)
             return False
         if isinstance(copy, int):
-            hit.close()
-            self._loaded(plan.blocks, began)
+            self._end_load(plan, hit, began, None)
         else:
-            self._loads[plan.request_id] = _Load(copy, hit, plan.blocks, began)
+            self._loads[plan.request_id] = _Load(copy, hit, plan, began)
         return True
 
-    def _end_load(self, load: _Load) -> None:
-        load.hit.close()
-        error = load.copy.exception(0)
+    def _end_load(self, plan: LoadPlan, hit: _core.Match | None, began: float, error: Exception | None) -> None:
+        if hit is not None:
+            hit.close()
         if error is None:
-            self._loaded(load.blocks, load.began)
+            self._loaded(plan.blocks, began)
         else:
-            self._load_failed(load.blocks, error)
+            self._load_failed(plan.blocks, error)
+        self._load_over(plan)
 
     def _loaded(self, blocks: npt.NDArray[np.int64], began: float) -> None:
         if self.suspects:
@@ -267,7 +253,7 @@ class EnginePool:
             if load.copy.done():
                 del self._loads[request_id]
                 self._ended_loads.add(request_id)
-                self._end_load(load)
+                self._end_load(load.plan, load.hit, load.began, load.copy.exception(0))
 
     def _reap_saves(self) -> None:
         if not any(save.copy.done() for save in self._saves):
@@ -280,18 +266,20 @@ class EnginePool:
             error = save.copy.exception(0)
             if error is None:
                 self.figures.add(saves=1, saved_tokens=save.copy.result * self._block_tokens)
+                self._save_over(save.plan, well=True)
             else:
-                self._save_failed(error)
+                self._save_failed(save.plan, error)
         self._saves = left
 
-    def _save_failed(self, error: Exception) -> None:
+    def _save_failed(self, plan: SavePlan, error: Exception) -> None:
+        self._save_over(plan, well=False)
         self.figures.add(failed_saves=1)
         # Without room, what is cached is all in use: nothing to tell a person at each step.
         level = logging.DEBUG if isinstance(error, OutOfBlocks) else logging.WARNING
         _log.log(level, "blocks were not saved: %s", error)
 
 
-def _await(copy: _core.BlockCopy) -> None:
+def wait_for(copy: _core.BlockCopy) -> None:
     """Returns when a copy has ended, well or not: until then its blocks must not be touched."""
     while not copy.done():
         try:
@@ -327,8 +315,3 @@ def detach(engine_id: str) -> None:
         engine = _pools.pop(engine_id, None)
     if engine is not None:
         engine.close()
-
-
-def ids(blocks: Iterable[int]) -> npt.NDArray[np.int64]:
-    """Block ids of vLLM as an array."""
-    return np.fromiter(blocks, np.int64)

@@ -18,7 +18,7 @@ class Options:
     """The options of a connector.
 
     Attributes:
-        dram_gib: Host memory for the cache, in GiB.
+        dram_gib: Host memory for the cache, in GiB, of all workers together.
         dram_blocks: The same in blocks of vLLM; takes the place of `dram_gib`.
         async_load: Load while other requests compute, instead of before the step. The request waits for it outside the
             batch. Pays off where a load takes longer than a step.
@@ -58,15 +58,19 @@ class Options:
             raise ArgumentTypeError("kv_connector_extra_config: name must be a text")
         return options
 
-    def blocks(self, block_bytes: int) -> int:
-        """How many blocks of DRAM the pool gets.
+    def blocks(self, block_bytes: int, workers: int = 1) -> int:
+        """How many blocks of DRAM a worker's pool gets.
+
+        Args:
+            block_bytes: Of the worker's part of a block.
+            workers: That share the memory.
 
         Raises:
             ArgumentError: Not even one fits.
         """
         if self.dram_blocks is not None:
             return self.dram_blocks
-        blocks = int(self.dram_gib * GIB) // block_bytes
+        blocks = int(self.dram_gib * GIB) // (block_bytes * workers)
         if not blocks:
             raise ArgumentError(
                 f"kv_connector_extra_config: dram_gib is {self.dram_gib}, and a block of this model has {block_bytes} "

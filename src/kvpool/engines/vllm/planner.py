@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.engines.vllm.engine_pool import EnginePool, LoadPlan, SavePlan, StepPlan, ids
+from kvpool.engines.vllm.engine_pool import EnginePool
+from kvpool.engines.vllm.plans import LoadPlan, SavePlan, StepPlan, ids
 from kvpool.engines.vllm.requests import Tracked, cacheable, namespace_of
+from kvpool.engines.vllm.scheduler_index import SchedulerIndex
 
 __all__ = ["Planner"]
 
@@ -18,7 +20,7 @@ class Planner:
     """Plans loads and saves of one engine. Not thread-safe.
 
     Args:
-        engine: Where loads and saves are carried out.
+        engine: Where loads and saves are carried out, or what is known of it.
         block_tokens: Tokens in a block.
         loads: Prompts are looked up.
         saves: Blocks are saved.
@@ -26,7 +28,13 @@ class Planner:
     """
 
     def __init__(
-        self, engine: EnginePool, block_tokens: int, *, loads: bool = True, saves: bool = True, async_load: bool = False
+        self,
+        engine: EnginePool | SchedulerIndex,
+        block_tokens: int,
+        *,
+        loads: bool = True,
+        saves: bool = True,
+        async_load: bool = False,
     ) -> None:
         self._engine = engine
         self._block_tokens = block_tokens
@@ -118,6 +126,7 @@ class Planner:
     def failed(self, blocks: Iterable[int]) -> None:
         """Loads into these blocks have failed: their requests are never looked up again."""
         wrong = np.fromiter(blocks, np.int64)
+        self._engine.suspects.update(wrong.tolist())
         for request_id, loading in self._loading.items():
             if np.isin(loading, wrong).any():
                 tracked = self._tracked[request_id]
@@ -170,4 +179,4 @@ class Planner:
         assert step.written is not None
         step.written.update(blocks[first:])
         if self._engine.suspects:
-            self._engine.suspects.difference_update(blocks[first : (computed + count) // self._block_tokens])
+            self._engine.rewritten(blocks[first : (computed + count) // self._block_tokens])

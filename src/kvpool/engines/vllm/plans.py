@@ -1,0 +1,96 @@
+"""What the scheduler's side tells the worker's side, once a step, and what the workers tell it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["LoadPlan", "SavePlan", "StepPlan", "WorkerReport", "ids"]
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """A load of one request: blocks of its pinned match, from `first` on, into vLLM's `blocks`.
+
+    To workers in other processes goes, instead of `first`:
+
+    Attributes:
+        number: By which they report its end.
+        source: Numbers of the blocks in DRAM, one for each of `blocks`; None: the match was given up.
+    """
+
+    request_id: str
+    first: int
+    blocks: npt.NDArray[np.int64]
+    number: int = 0
+    source: npt.NDArray[np.int64] | None = None
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """A prompt of whole blocks, and vLLM's blocks that hold it when the step has ended.
+
+    To workers in other processes goes, instead of the tokens:
+
+    Attributes:
+        number: By which they report its end.
+        target: Numbers of the blocks in DRAM, for the last of `blocks`; the others are cached.
+    """
+
+    request_id: str
+    namespace: str
+    tokens: npt.NDArray[np.int32]
+    blocks: npt.NDArray[np.int64]
+    number: int = 0
+    target: npt.NDArray[np.int64] | None = None
+
+
+@dataclass
+class StepPlan:
+    """What a step does besides computing.
+
+    Attributes:
+        loads: Before it, or beside it.
+        saves: After it.
+        written: Blocks that it may write; None: any.
+        restored: Blocks that it computes anew, after a load into them has failed.
+    """
+
+    loads: list[LoadPlan] = field(default_factory=list)
+    saves: list[SavePlan] = field(default_factory=list)
+    written: set[int] | None = field(default_factory=set)
+    restored: set[int] = field(default_factory=set)
+
+
+@dataclass
+class WorkerReport:
+    """What has ended at workers since their last report.
+
+    Attributes:
+        loads: The numbers of loads, and at how many workers they have ended, well or not.
+        saves: The same of saves.
+        failed: Numbers of saves that were not carried out by some worker.
+    """
+
+    loads: dict[int, int] = field(default_factory=dict)
+    saves: dict[int, int] = field(default_factory=dict)
+    failed: set[int] = field(default_factory=set)
+
+    def add(self, other: WorkerReport) -> None:
+        """Adds what has ended at other workers."""
+        for mine, theirs in ((self.loads, other.loads), (self.saves, other.saves)):
+            for number, workers in theirs.items():
+                mine[number] = mine.get(number, 0) + workers
+        self.failed |= other.failed
+
+    def __bool__(self) -> bool:
+        """Whether anything has ended."""
+        return bool(self.loads or self.saves)
+
+
+def ids(blocks: Iterable[int]) -> npt.NDArray[np.int64]:
+    """Block ids of vLLM as an array."""
+    return np.fromiter(blocks, np.int64)

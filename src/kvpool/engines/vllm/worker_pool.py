@@ -1,0 +1,82 @@
+"""The pool of one worker whose scheduler is another process: it copies what plans name by numbers of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool import _core
+from kvpool.engines.vllm.engine_pool import EnginePool, wait_for
+from kvpool.engines.vllm.plans import LoadPlan, SavePlan, WorkerReport
+from kvpool.errors import StateError
+from kvpool.pool import Pool
+from kvpool.types import DRAM, block_ids
+
+__all__ = ["WorkerPool"]
+
+
+class WorkerPool(EnginePool):
+    """The worker's side of EnginePool, for plans of a SchedulerIndex. It caches nothing by itself.
+
+    Attributes:
+        damaged: Numbers of blocks of DRAM that do not hold what the scheduler believes, until another save fills them.
+    """
+
+    def __init__(self, pool: Pool, blocks: int, stream: Callable[[], Any] | None = None) -> None:
+        """Takes all blocks of DRAM, too."""
+        super().__init__(pool, blocks, stream)
+        dram = pool.alloc(pool.stats().dram.capacity, medium=DRAM)
+        self._dram = np.empty_like(dram)
+        self._dram[block_ids(dram)] = dram
+        self.damaged: set[int] = set()
+        self._report = WorkerReport()
+
+    def restored(self, blocks: set[int]) -> None:
+        """The step computes these blocks anew, after a load into them has failed."""
+        self.suspects -= blocks
+
+    def take_report(self) -> WorkerReport:
+        """What has ended since the last call."""
+        self._reap_saves()
+        report, self._report = self._report, WorkerReport()
+        return report
+
+    # ----
+
+    def _source(self, plan: LoadPlan) -> tuple[_core.Match | None, npt.NDArray[np.uint64]]:
+        if plan.source is None:
+            raise StateError(f"the match of request {plan.request_id} was given up before its load")
+        self._await_dram(plan.source)
+        if not self.damaged.isdisjoint(plan.source.tolist()):
+            raise StateError(f"what request {plan.request_id} is to load was not saved")
+        return None, self._dram[plan.source]
+
+    def _copy_out(self, plan: SavePlan) -> _core.BlockCopy:
+        assert plan.target is not None
+        self._await_dram(plan.target)
+        self.damaged.update(plan.target.tolist())  # until it has ended well
+        source = self._addrs[plan.blocks[len(plan.blocks) - len(plan.target) :]]
+        return self.pool.copy(source, self._dram[plan.target], stream=self._current_stream(), wait=False)
+
+    def _save_over(self, plan: SavePlan, well: bool) -> None:
+        assert plan.target is not None
+        self._report.saves[plan.number] = 1
+        if well:
+            self.damaged.difference_update(plan.target.tolist())
+        else:
+            self.damaged.update(plan.target.tolist())
+            self._report.failed.add(plan.number)
+
+    def _load_over(self, plan: LoadPlan) -> None:
+        self._report.loads[plan.number] = 1
+
+    def _await_dram(self, numbers: npt.NDArray[np.int64]) -> None:
+        """Waits for saves to these blocks."""
+        wanted = set(numbers.tolist())
+        for save in self._saves:
+            if save.plan.target is not None and not wanted.isdisjoint(save.plan.target.tolist()):
+                wait_for(save.copy)
+        self._reap_saves()

@@ -1,0 +1,74 @@
+"""vLLM whose workers are other processes: one, as `vllm serve` has it on a CPU, and two that share the heads."""
+
+from __future__ import annotations
+
+import pytest
+from vllm_process import prompt, same, serving
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one worker", "two workers"])
+def engine(request, tmp_path_factory):
+    how = {"executor": "mp", "tensor_parallel_size": request.param, "dtype": "float32", "max_model_len": 320}
+    with serving(tmp_path_factory.mktemp("vllm"), own_process=True, extra={"dram_blocks": 64}, **how) as engine:
+        engine.workers = request.param
+        yield engine
+
+
+def in_workers(engine, what, *arguments):
+    told = engine.inside(what, *arguments)
+    return told if engine.workers > 1 else [told]
+
+
+def test_prompts_come_back_exactly(engine):
+    cold = engine.ask(prompt(200))
+    own = engine.ask(prompt(200))
+    engine.forget()
+    loaded = engine.ask(prompt(200))
+    assert (cold["cached"], own["cached"], loaded["cached"]) == (0, 192, 192)
+    assert same(loaded, own)
+    assert loaded["tokens"] == cold["tokens"]
+    heads = {1: "kv_heads=2", 2: "kv_heads=1"}[engine.workers]
+    assert all(heads in told["layout"] for told in in_workers(engine, "await_saves"))
+
+
+def test_the_content_comes_from_every_worker(engine):
+    """The last worker's part is changed alone."""
+    right = engine.ask(prompt(150, seed=1), out=16)
+    engine.forget()
+    in_workers(engine, "poison_last")
+    wrong = engine.ask(prompt(150, seed=1), out=16)
+    assert wrong["cached"] == 128
+    assert wrong["tokens"] != right["tokens"]
+    assert engine("reset", connector=True)["ok"]
+    assert same(engine.ask(prompt(150, seed=1), out=16), right)
+
+
+@pytest.mark.parametrize("how", ["now", "later"])
+def test_a_load_that_fails_at_one_worker_is_computed(engine, how):
+    right = engine.ask(prompt(150, seed=2), out=16)
+    engine.forget()
+    in_workers(engine, "fail_loads_of_last", [how])
+    again = engine.ask(prompt(150, seed=2), out=16)
+    assert same(again, right)
+    engine.forget()
+    own = engine.ask(prompt(150, seed=2), out=16)  # and what was computed then is cached rightly
+    assert own["cached"] == 128
+    assert own["tokens"] == right["tokens"]
+
+
+def test_the_counters_count_each_token_once(engine):
+    engine.ask(prompt(100, seed=3))
+    engine.forget()
+    before = engine("metrics")
+    engine.ask(prompt(100, seed=3))
+    after = engine("metrics")
+    assert after["vllm:external_prefix_cache_hits"] - before["vllm:external_prefix_cache_hits"] == 96
+    assert after["vllm:kvpool_loaded_tokens"] - before["vllm:kvpool_loaded_tokens"] == 96
+
+
+def test_the_coldest_blocks_make_room(engine):
+    for seed in range(4, 14):
+        engine.ask(prompt(300, seed=seed))  # 9 blocks each, and 64 in DRAM
+    engine.forget()
+    assert engine.ask(prompt(300, seed=4))["cached"] == 0
+    assert engine.ask(prompt(300, seed=13))["cached"] == 288

@@ -1,0 +1,139 @@
+"""Workers in other processes: what happens when one of them could not save, and in which order they copy."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from engines.vllm_apart_kit import ApartEngine
+from engines.vllm_kit import Request, prompt
+
+import kvpool
+from kvpool.engines.vllm.plans import LoadPlan, SavePlan, StepPlan, WorkerReport
+from kvpool.engines.vllm.scheduler_index import SchedulerIndex
+
+
+@pytest.fixture
+def engine():
+    engine = ApartEngine()
+    yield engine
+    engine.close()
+
+
+def begun(engine: ApartEngine) -> list[int]:
+    """How many copies have ended in each worker."""
+    return [sum(copy.done() for copy in pool.held) for pool in engine.pool.workers]
+
+
+@pytest.mark.parametrize("how", ["now", "later"])
+def test_what_one_worker_could_not_save_is_forgotten(engine, how):
+    engine.run(Request("a", prompt(8)))
+    engine.pool.finish_all()
+    engine.pool.workers[1].fail_saves = [how]
+    engine.run(Request("b", prompt(20)))
+    engine.pool.finish_all()
+    engine.step({})  # the report
+    assert engine.pool.explain_match(prompt(20)).matched_tokens == 8
+    assert engine.run(Request("c", prompt(20))) == 8
+    engine.pool.finish_all()
+    assert engine.run(Request("d", prompt(21))) == 20
+
+
+def test_what_one_worker_could_not_save_is_not_loaded_before_the_scheduler_knows(engine):
+    engine.pool.workers[1].fail_saves = ["later"]
+    first = engine.start(Request("a", prompt(20)))
+    assert engine.admit(first)
+    engine.step({"a": 20})  # the save is planned, and has not failed yet
+    second = engine.start(Request("b", prompt(20)))
+    assert engine.admit(second)
+    assert engine.external["b"] == 16
+    assert engine.step({"b": 4})  # blocks that failed to load
+    while second.num_computed_tokens < 20:
+        engine.step({"b": 20 - second.num_computed_tokens})
+    engine.check(second)
+
+
+def test_a_prompt_is_there_for_the_next_step_and_its_load_waits_for_its_save(engine):
+    first = engine.start(Request("a", prompt(20)))
+    assert engine.admit(first)
+    engine.step({"a": 20})
+    assert begun(engine) == [0, 0]
+    second = engine.start(Request("b", prompt(20)))
+    assert engine.admit(second)
+    assert engine.external["b"] == 16
+    engine.step({"b": 4})
+    assert begun(engine) == [1, 1]
+    engine.check(second)
+
+
+def test_a_block_of_dram_is_not_filled_again_before_it_is_full(engine):
+    """There is room for one prompt, and no copy begins before somebody waits for it."""
+    engine = ApartEngine(dram_blocks=5)
+    for seed in range(4):
+        engine.run(Request(str(seed), prompt(20, seed)))
+    assert engine.run(Request("again", prompt(20, seed=3))) == 16
+    assert "failed_saves" not in engine.take_figures()
+    engine.close()
+
+
+def test_a_hit_is_pinned_until_all_workers_have_loaded_it():
+    index = SchedulerIndex(4, 4, workers=2)
+    step = StepPlan(saves=[SavePlan("a", "", np.arange(8, dtype=np.int32), np.arange(2))])
+    (save,) = index.addressed(step).saves
+    assert (save.target.tolist(), len(save.tokens)) == ([0, 1], 0)
+    assert index.pin("b", np.arange(8, dtype=np.int32), "") == 8
+    (load,) = index.addressed(StepPlan(loads=[LoadPlan("b", 1, np.array([7]))])).loads
+    assert load.source.tolist() == [1]
+    for report in (WorkerReport(saves={save.number: 2}), WorkerReport(loads={load.number: 1})):
+        index.reported(report)
+        assert not index.clear()
+    index.reported(WorkerReport(loads={load.number: 1}))
+    assert index.clear()
+    index.reported(WorkerReport(loads={load.number: 1, 99: 1}, saves={save.number: 1}))  # nothing is known of them
+
+
+def test_a_load_whose_match_was_given_up_fails_at_every_worker(engine):
+    index = SchedulerIndex(4, 4, workers=2)
+    (load,) = index.addressed(StepPlan(loads=[LoadPlan("gone", 0, np.array([3]))])).loads
+    assert load.source is None
+    for worker in engine.workers:
+        worker.load(load)
+        assert worker.take_failed_blocks() == {3}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_many_requests_while_saves_fail_at_a_worker(seed):
+    chance = random.Random(seed)
+    engine = ApartEngine(blocks=30, dram_blocks=12)
+    for number in range(80):
+        if chance.random() < 0.3:
+            chance.choice(engine.pool.workers).fail_saves = [chance.choice(["now", "later"])]
+        if chance.random() < 0.2:
+            engine.pool.fail_loads = [chance.choice(["now", "later"])]
+        tokens = prompt(8, chance.randrange(2)) + prompt(chance.randrange(1, 20), chance.randrange(3))
+        engine.run(Request(str(number), tokens), chunk=chance.choice([3, 8, 100]))  # checks what it has loaded
+        if chance.random() < 0.5:
+            engine.pool.finish_all()
+    engine.pool.finish_all()
+    engine.step({})
+    assert engine.index.clear()
+    assert sorted(engine.index._free) == list(range(12))
+    engine.close()
+
+
+def test_an_index_is_full_when_all_of_it_is_in_use():
+    index = SchedulerIndex(4, 2, workers=1)
+
+    def saved(seed: int) -> list[SavePlan]:
+        tokens = np.array(prompt(8, seed), np.int32)
+        return index.addressed(StepPlan(saves=[SavePlan("a", "", tokens, np.arange(2))])).saves
+
+    assert len(saved(0)) == 1
+    assert saved(0) == []  # it is there
+    index.pin("b", np.array(prompt(8), np.int32), "")
+    assert saved(1) == []
+    assert index.figures == {"failed_saves": 1}
+    index.unpin("b")
+    assert len(saved(1)) == 1
+    assert kvpool.PromptIndex is type(index.index)

@@ -1,0 +1,100 @@
+"""The engine of vllm_kit with two workers in other processes: what goes between them and the scheduler is pickled."""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+from engines.vllm_kit import BLOCK, Engine
+
+from kvpool.engines.vllm.figures import Figures
+from kvpool.engines.vllm.plans import StepPlan, WorkerReport
+from kvpool.engines.vllm.scheduler_index import SchedulerIndex
+from kvpool.engines.vllm.worker_pool import WorkerPool
+
+
+def sent(what: Any) -> Any:
+    return pickle.loads(pickle.dumps(what))
+
+
+class Pools:
+    """What tests of one pool ask, answered for an index and the pools of two workers. Failures are the second one's."""
+
+    def __init__(self, index: SchedulerIndex, pools: list[Any]):
+        self._index, self.workers = index.index, pools
+        self.explain_match = self._index.explain_match
+
+    def finish_all(self) -> None:
+        for pool in self.workers:
+            pool.finish_all()
+
+    def evict(self, n: int, medium: int) -> int:
+        return len(self._index.evict(n))
+
+    def stats(self) -> Any:
+        return SimpleNamespace(dram=SimpleNamespace(historical=len(self._index)))
+
+    @property
+    def fail_loads(self) -> list[str]:
+        return self.workers[1].fail_loads
+
+    @fail_loads.setter
+    def fail_loads(self, how: list[str]) -> None:
+        self.workers[1].fail_loads = how
+
+    def audit(self) -> None:
+        self._index.audit()
+        for pool in self.workers:
+            pool.audit()
+
+
+class ApartEngine(Engine):
+    """As vllm_kit's, but the last worker's output comes with all reports, as vLLM's executor has it."""
+
+    def _make(self, blocks: int, dram_blocks: int, held: bool) -> Any:
+        pools = [self._new_pool(blocks, dram_blocks, held) for _ in range(2)]
+        self.workers = [WorkerPool(pool, blocks) for pool in pools]
+        self.index = SchedulerIndex(BLOCK, dram_blocks, len(pools))
+        self.pool = Pools(self.index, pools)
+        self.engine = self
+        self._ended: dict[str, int] = {}
+        return self.index
+
+    def _execute(self, step: StepPlan, counts: dict[str, int]) -> tuple[set[str], set[int]]:
+        plan = self.index.addressed(step)
+        plans = [sent(plan) for _ in self.workers]
+        for worker, mine in zip(self.workers, plans, strict=True):
+            worker.restored(mine.restored)
+            self._begin(worker, mine)
+        for request_id, count in counts.items():
+            self._compute(self.requests[request_id], count)
+        report, failed = WorkerReport(), set()
+        for worker, mine in zip(self.workers, plans, strict=True):
+            for save in mine.saves:
+                worker.begin_save(save)
+            for request_id in worker.take_ended_loads():
+                self._ended[request_id] = self._ended.get(request_id, 0) + 1
+            failed |= worker.take_failed_blocks()
+            report.add(sent(worker.take_report()))
+        self.index.reported(report)
+        ended = {request_id for request_id, workers in self._ended.items() if workers == len(self.workers)}
+        for request_id in ended:
+            del self._ended[request_id]
+        return ended, failed
+
+    def take_figures(self) -> Figures:
+        """Of the first worker; of the other only failures."""
+        figures, other = (worker.take_figures() for worker in self.workers)
+        figures.merge({name: value for name, value in other.items() if name.startswith("failed")})
+        figures.merge(self.index.figures)
+        return figures
+
+    def close(self) -> None:
+        self.pool.finish_all()
+        for worker in self.workers:
+            worker.take_report()
+            assert not worker.damaged or not self.index._saves
+        self.pool.audit()
+        for worker in self.workers:
+            worker.close()
