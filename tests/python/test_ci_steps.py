@@ -27,12 +27,13 @@ def test_make_test_builds_the_cpp_tests_for_the_two_sanitizers_alone():
 def test_make_test_runs_the_engines_in_their_own_environment():
     assert makefile("TEST_STEPS").split()[-1] == "test-engines"
     recipe = recipe_of("test-engines")
-    assert "pytest -q tests/engines --junitxml=$(REPORTS)/engines.xml" in recipe
+    assert "pytest -q tests/engines --ignore tests/engines/transformers --junitxml=$(REPORTS)/engines.xml" in recipe
+    assert "tests/engines/transformers --junitxml=$(REPORTS)/engines-transformers.xml" in recipe
     assert "PYTEST_ARGS" not in recipe  # it names tests of the other calls
     assert re.search(r"^test-engines:.*\$\(VLLM_VENV\)/done", (ROOT / "Makefile").read_text(), re.MULTILINE)
     install = recipe_of(re.escape("$(VLLM_VENV)/done"))
     unwanted = "uninstall --quiet -y torchvision torchaudio torchcodec"
-    for needed in ('install --quiet "$(TORCH)"', '"$(VLLM)" xxhash', unwanted):
+    for needed in ('install --quiet "$(TORCH)"', '"$(VLLM)" "$(TRANSFORMERS)" xxhash pytest', unwanted):
         assert needed in install
     # Only the skips of vLLM's own kit say so, and none of them is fair in continuous integration.
     assert not CONFTEST.skip_is_fair("vLLM is not installed in .venv-vllm: make test-engines installs it")

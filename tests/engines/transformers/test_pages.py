@@ -10,10 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-pytest.importorskip("transformers")
-
 ROOT = Path(__file__).resolve().parents[3]
 
 

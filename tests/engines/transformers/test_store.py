@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import transformers
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
-import kvpool  # noqa: E402
-from kvpool import DRAM, HBM  # noqa: E402
-from kvpool.engines.transformers import PromptStore  # noqa: E402
+import kvpool
+from kvpool import DRAM, HBM
+from kvpool.engines.transformers import TESTED, PromptStore
 
 SIZE = 8  # tokens in a block
 SMALL = {
@@ -353,3 +354,11 @@ def test_a_closed_store_says_so(model: Any) -> None:
 def test_not_even_one_block_is_an_error_that_says_how_large_one_is(model: Any) -> None:
     with pytest.raises(kvpool.ArgumentError, match="3072 bytes"):
         PromptStore.of(model, dram_gib=1e-6, block_tokens=SIZE)
+
+
+def test_the_release_that_is_tested_is_stated_alike() -> None:
+    root = Path(__file__).resolve().parents[3]
+    assert re.search(
+        rf"^TRANSFORMERS \?= transformers=={re.escape(TESTED)}\.\d+$", (root / "Makefile").read_text(), re.M
+    )
+    assert f"transformers {TESTED}" in (root / "docs/how-to/transformers.md").read_text()
