@@ -59,7 +59,8 @@ PYTHON_FLOORS: dict[str, set[str]] = {
     "control": {"errors", "types", "config", "waiting", "_core", "alloc", "index", "transfer", "cluster", "pool"}
     | {"policy"},
     "observe": {"errors", "types", "_core", "index", "transfer", "peers", "pool"},
-    "engines": {"errors", "types", "_core", "pool", "control", "observe"},  # a folder an engine, which alone knows it
+    # A folder an engine, which alone knows it.
+    "engines": {"errors", "types", "_core", "index", "pool", "control", "observe"},
     "sim": {"errors", "types", "index", "policy"},
     "cli": {"_core", "alloc", "cluster", "config", "control", "errors", "index", "policy", "pool", "sim", "transfer"}
     | {"types"},
