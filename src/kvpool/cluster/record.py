@@ -131,6 +131,8 @@ class Member:
         load: Its load as last published.
         lending: What it lends and owes, as JSON, as kvpool.control.lending last published it; empty if it takes no
             part.
+        rebalancing: What it runs, and what it plans for all, as JSON, as kvpool.control.rebalancing last published it;
+            empty if it takes no part.
         state: "up"; or "draining": it finishes its requests and takes no new ones.
         term: How often it has lost its lease and come back. Each new term voids its earlier links and reservations.
         since_ns: When this process first saw this incarnation in this term (CLOCK_MONOTONIC). Not compared.
@@ -148,6 +150,7 @@ class Member:
     dram_blocks: int = 0
     load: Load = Load()
     lending: Mapping[str, Any] = field(default_factory=dict)
+    rebalancing: Mapping[str, Any] = field(default_factory=dict)
     state: State = "up"
     term: int = 0
     since_ns: int = field(default=0, compare=False)
@@ -174,6 +177,8 @@ class Member:
             raise _wrong_type("parallel", "a dict or None", self.parallel)
         if not isinstance(self.lending, Mapping):
             raise _wrong_type("lending", "a dict", self.lending)
+        if not isinstance(self.rebalancing, Mapping):
+            raise _wrong_type("rebalancing", "a dict", self.rebalancing)
         for name in ("hbm_blocks", "dram_blocks", "term"):
             _check_count(name, getattr(self, name), _COUNT_MAX)
         if not isinstance(self.load, Load):
@@ -221,7 +226,7 @@ class Member:
             content = json.dumps(fields, separators=(",", ":"), sort_keys=True, allow_nan=False).encode()
         except (TypeError, ValueError, RecursionError) as error:
             raise ArgumentError(
-                f"member {self.name}: layout, parallel or lending cannot be written as JSON: {error}"
+                f"member {self.name}: layout, parallel, lending or rebalancing cannot be written as JSON: {error}"
             ) from None
         if len(content) > RECORD_BYTES_MAX:
             raise ArgumentError(
@@ -268,9 +273,9 @@ class MemberEvent:
     """A change of a member.
 
     Attributes:
-        kind: "joined": it is new. "changed": it has published other endpoints, load, lending or state. "left": it has
-            announced its leave. "lost": it has died, or was silent for longer than its lease. Transfers with it will
-            not complete, and a later member of the same name is a different one.
+        kind: "joined": it is new. "changed": it has published other endpoints, load, lending, rebalancing or state.
+            "left": it has announced its leave. "lost": it has died, or was silent for longer than its lease. Transfers
+            with it will not complete, and a later member of the same name is a different one.
         member: The member after the change, or its last state.
     """
 

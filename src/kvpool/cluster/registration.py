@@ -81,18 +81,20 @@ class Registration:
         endpoints: Sequence[str] | None = None,
         load: Load | None = None,
         lending: Mapping[str, Any] | None = None,
+        rebalancing: Mapping[str, Any] | None = None,
         state: Literal["up", "draining"] | None = None,
     ) -> None:
         """Publishes changes to the other members. Arguments that are None leave their field unchanged.
 
-        Endpoints and state are written at once. Changes of load and lending are written at most once a heartbeat,
-        because every member receives each of them. Give large clusters a longer heartbeat; docs/how-to/cluster.md has
-        the costs.
+        Endpoints and state are written at once. Changes of load, lending and rebalancing are written at most once a
+        heartbeat, because every member receives each of them. Give large clusters a longer heartbeat;
+        docs/how-to/cluster.md has the costs.
 
         Args:
             endpoints: The addresses at which the pool listens.
             load: How busy it is.
             lending: What it lends and owes, as JSON.
+            rebalancing: What it runs and plans, as JSON.
             state: "draining": it takes no new work; "up": it does.
 
         Raises:
@@ -104,6 +106,7 @@ class Registration:
         if state not in (None, "up", "draining"):
             raise ArgumentError(f'publish: state is {state!r}; it must be "up" or "draining"')
         given: dict[str, Any] = {"endpoints": endpoints, "load": load, "lending": lending, "state": state}
+        given |= {"rebalancing": rebalancing}
         with busy, self._lock:
             while True:
                 self._check_open()
@@ -277,8 +280,11 @@ class Registration:
         wanted, written = self._wanted, self._written
         if self._leaving or wanted == written:
             return
-        is_patient = dataclasses.replace(wanted, load=written.load, lending=written.lending) == written
-        if is_patient and time.monotonic() < self._written_at + self._heartbeat_s:
+        patient = {name: getattr(written, name) for name in ("load", "lending", "rebalancing")}
+        if (
+            dataclasses.replace(wanted, **patient) == written
+            and time.monotonic() < self._written_at + self._heartbeat_s
+        ):
             return
         self._entry.write(wanted)
         self._note_written(wanted)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 
 from kvpool.errors import ArgumentError
-from kvpool.policy.mell.checks import check_batch, sizes_of, whole
+from kvpool.policy.mell.checks import check_batch, check_running, sizes_of, whole
 from kvpool.policy.mell.ordered import Ordered
 from kvpool.policy.mell.plan import Move, Place, Plan, RequestId
 
@@ -168,6 +168,29 @@ class _Baseline(ABC):
     def _room_of(self, request: RequestId, size: int) -> int:
         """The room that a request takes when it has `size` tokens."""
         return size
+
+    def adopt(self, running: Mapping[int, Mapping[RequestId, int]]) -> None:
+        """Forgets all requests, and takes over these, which run already, oldest first: see `Mell.adopt`.
+
+        They stay where they are. A GPU that has more than C is relieved when one of its requests grows next.
+
+        Raises:
+            ArgumentError: As `Mell.adopt`; nothing has changed then.
+            ArgumentTypeError: As `Mell.adopt`; nothing has changed then.
+        """
+        found = check_running(self.capacity, running)
+        self._bins = _Bins(self.capacity)
+        for number, requests in sorted(found.items()):
+            for request, size in requests.items():
+                self._bins.put(request, size, number)
+
+    def where(self, request: RequestId) -> int:
+        """The GPU of a request; KeyError where it does not run."""
+        return self._bins.where[request]
+
+    def tidy(self) -> list[Move]:
+        """Moves nothing: `batch` has done all that these schedulers do."""
+        return []
 
     @abstractmethod
     def _dispatch(self, size: int) -> int:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from kvpool.errors import ArgumentError, ArgumentTypeError
 from kvpool.policy.mell.plan import RequestId
 
-__all__ = ["check_batch", "sizes_of", "whole"]
+__all__ = ["check_batch", "check_running", "sizes_of", "whole"]
 
 
 def whole(value: object, what: str) -> int:
@@ -78,3 +78,24 @@ def check_batch(
         if not 0 < size <= capacity:
             raise ArgumentError(f"request {request!r} of {size} tokens; a GPU has {capacity}")
         arriving.add(request)
+
+
+def check_running(capacity: int, running: Mapping[int, Mapping[RequestId, int]]) -> dict[int, dict[RequestId, int]]:
+    """Refuses requests that cannot run where they are said to.
+
+    Raises:
+        ArgumentError: A request is named twice, or its size is not from 1 to C; or the number of a GPU is negative.
+        ArgumentTypeError: A size, or the number of a GPU, is no int.
+    """
+    found: dict[int, dict[RequestId, int]] = {}
+    seen: set[RequestId] = set()
+    for gpu, requests in running.items():
+        number = whole(gpu, "a GPU")
+        if number < 0:
+            raise ArgumentError(f"GPU {number}: numbers begin at 0")
+        found[number] = dict(sizes_of(requests.items()))
+        for request, size in found[number].items():
+            if request in seen or not 0 < size <= capacity:
+                raise ArgumentError(f"request {request!r} of {size} tokens runs twice, or does not fit into {capacity}")
+            seen.add(request)
+    return found

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from kvpool.errors import ArgumentError
-from kvpool.policy.mell.checks import check_batch, sizes_of, whole
+from kvpool.policy.mell.adoption import adopted
+from kvpool.policy.mell.checks import check_batch, check_running, sizes_of, whole
 from kvpool.policy.mell.classes import Class
 from kvpool.policy.mell.consolidate import consolidate
 from kvpool.policy.mell.fleet import Fleet
@@ -124,6 +125,33 @@ class Mell:
             AuditError: Something is wrong.
         """
         check(self._fleet)
+
+    # ---- taking over, tidying
+
+    def adopt(self, running: Mapping[int, Mapping[RequestId, int]]) -> None:
+        """Forgets all requests, and takes over these, which run already: instead of a scheduler that has died.
+
+        Only the placement is state: one that a scheduler has made is taken over as it is. In any other one some
+        requests are placed elsewhere, until the properties hold: compare `where` with what was given.
+
+        Args:
+            running: The requests of each GPU with their sizes. Those of one GPU may be more than C together.
+
+        Raises:
+            ArgumentError: A request is named twice, or its size is not from 1 to C; nothing has changed then.
+            ArgumentTypeError: A size, or the number of a GPU, is no int; nothing has changed then.
+        """
+        self._fleet = adopted(self.capacity, self._settings, check_running(self.capacity, running))
+
+    def tidy(self) -> list[Move]:
+        """Empties GPUs into the room beside others, with at most ten moves: those that an operation has left.
+
+        For a scheduler that has adopted its requests: it has not seen departures, and so has not used their moves.
+        """
+        operation = GrowthOperation(self._fleet, self._settings, {})
+        consolidate(operation, MOVES_AN_OPERATION)
+        self._fleet.was_active.clear()
+        return without_detours(operation.moves)
 
     # ---- single operations
 

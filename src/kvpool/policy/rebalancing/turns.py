@@ -1,0 +1,101 @@
+"""Who plans, which plans count, and what each instance does of one.
+
+The live instance with the lowest id plans. An instance listens only to the one that it takes for the planner, and only
+to a plan with a higher number than any that it has accepted: so it carries out each plan at most once, none of an old
+epoch, and none of a planner that another one has replaced. Two planners may exist while instances disagree on who is
+alive; each request is moved by its source alone, so the worst is a move that another plan would not have made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+from dataclasses import dataclass
+
+from kvpool.policy.rebalancing.plan import NO_PLAN, EpochPlan, Placement, PlannedMove, PlanNumber
+from kvpool.policy.rebalancing.states import InstanceState
+
+__all__ = ["Duties", "PlanBook", "duties_of", "planner_of"]
+
+
+def planner_of(instances: Iterable[int]) -> int | None:
+    """Who plans among these live instances: the lowest id. None: there is no instance."""
+    return min(instances, default=None)
+
+
+class PlanBook:
+    """The plans that one instance has made and accepted. Not thread-safe.
+
+    Attributes:
+        accepted: The number of the latest plan that it has accepted.
+    """
+
+    def __init__(self) -> None:
+        """An instance that knows of no plan."""
+        self.accepted = NO_PLAN
+        self._made = NO_PLAN
+
+    def accept(self, plan: EpochPlan, planner: int | None) -> bool:
+        """Whether a plan is to be carried out here: at most once, and never one that is older than another.
+
+        Args:
+            plan: As it was published.
+            planner: Whom this instance takes for the planner.
+        """
+        if plan.planner != planner or plan.number <= self.accepted:
+            return False
+        self.accepted = plan.number
+        return True
+
+    def next_number(self, states: Iterable[InstanceState]) -> PlanNumber:
+        """The number of the next plan that this instance makes: higher than any that an instance has accepted.
+
+        A new term begins where another instance has planned since this one did.
+        """
+        known = [state.last for state in states] + [self.accepted, self._made]
+        term = max(number.term for number in known)
+        epoch = max(number.epoch for number in known) + 1
+        if not self._made.term or term > self._made.term:
+            term += 1
+        return PlanNumber(term, epoch)
+
+    def made(self, number: PlanNumber) -> None:
+        """Notes that this instance has published a plan of this number."""
+        self._made = max(self._made, number)
+
+
+@dataclass(frozen=True)
+class Duties:
+    """What one instance does of a plan.
+
+    Attributes:
+        moves: That it carries out, as their source, in this order.
+        placed: New requests that it sends to their place, as their holder.
+        void: Moves and placements of its own that cannot be: what they name has ended or left, or the other is gone.
+        ends: Whether it is to end.
+    """
+
+    moves: tuple[PlannedMove, ...] = ()
+    placed: tuple[Placement, ...] = ()
+    void: int = 0
+    ends: bool = False
+
+
+def duties_of(
+    plan: EpochPlan, instance: int, movable: Set[str], waiting: Set[str], live: Set[int], busy: bool
+) -> Duties:
+    """What an instance does of a plan that it has accepted.
+
+    Args:
+        plan: The plan.
+        instance: Whose part.
+        movable: Its requests that are free to move.
+        waiting: New requests that it holds.
+        live: Instances that requests can go to, this one included.
+        busy: Whether it has anything to do, or something is on its way to it: then it does not end.
+    """
+    mine = [move for move in plan.moves if move.source == instance]
+    held = [place for place in plan.placed if place.holder == instance]
+    moves = tuple(move for move in mine if move.request in movable and move.destination in live)
+    placed = tuple(place for place in held if place.request in waiting and place.destination in live)
+    void = len(mine) - len(moves) + len(held) - len(placed)
+    return Duties(moves, placed, void, instance in plan.ends and not busy)
