@@ -15,6 +15,7 @@ from tools.planted_attention import ATTENTION_BUGS
 from tools.planted_kit import Bug, in_cpp, in_python
 from tools.planted_lending import LENDING_BUGS
 from tools.planted_migration import MIGRATION_BUGS
+from tools.planted_rebalancing import REBALANCING_BUGS
 
 __all__ = ["BUGS"]
 
@@ -22,6 +23,7 @@ BUGS: Final[tuple[Bug, ...]] = (
     *ATTENTION_BUGS,
     *LENDING_BUGS,
     *MIGRATION_BUGS,
+    *REBALANCING_BUGS,
     Bug(
         "run-of-sources",
         "base",

@@ -74,6 +74,7 @@ PYTHON_FOREIGN_ALLOWED = {"numpy", "tomli", "tomllib"}  # tomllib: in the standa
 PYTHON_EXTRAS = {
     "observe/metrics.py": {"prometheus_client"},
     "observe/migration_metrics.py": {"prometheus_client"},
+    "observe/rebalancing_metrics.py": {"prometheus_client"},
     "observe/events": {"msgpack", "zmq"},
     "engines/vllm": {"prometheus_client", "torch", "vllm"},
     "engines/transformers": {"torch", "transformers"},

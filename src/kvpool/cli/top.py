@@ -10,12 +10,14 @@ from typing import Any, Final
 
 from kvpool.cli.cluster import add_url, columns, join, row
 from kvpool.cluster import Cluster, Member
+from kvpool.control.rebalancing import moves_of
 from kvpool.errors import ArgumentError, Unsupported
 
 __all__ = ["add_parser"]
 
 _EXPENDABLE: Final = ("endpoints", "seen for", "instance")  # on a narrow terminal, in this order
 _BETWEEN: Final = 3  # a line and two spaces
+_MOVES: Final = 16 + _BETWEEN  # the column of migrations, where members take part in rebalancing
 
 
 def add_parser(commands: Any) -> None:
@@ -54,15 +56,19 @@ def _table(cluster: Cluster, width: int) -> Any:
 
     members = cluster.members()
     rows = [row(member) for member in members]
+    moves = [moves_of(member) for member in members]
     titles = [title.replace("free/active/", "free/active\n/").replace(" ", "\n", 1) for title in columns]
     table = Table(title=f"{len(members)} members, {_sum_up(members)}", title_justify="left")
-    shown = _fitting([titles, *rows], width)
+    shown = _fitting([titles, *rows], width - (_MOVES if any(moves) else 0))
     for column in shown:
         number = columns[column] in ("instance", "of", "requests", "seen for") or "/" in columns[column]
         table.add_column(titles[column], justify="right" if number else "left", no_wrap=True)
-    for member, texts in zip(members, rows, strict=True):
+    if any(moves):
+        table.add_column("moving/by KV/\nby tokens/failed", justify="right", no_wrap=True)
+    for member, texts, counts in zip(members, rows, moves, strict=True):
         style = "dim" if member.state == "draining" else None
-        table.add_row(*(texts[column] for column in shown), style=style)
+        more = ["/".join(map(str, counts))] if counts else [""] if any(moves) else []
+        table.add_row(*(texts[column] for column in shown), *more, style=style)
     return table
 
 

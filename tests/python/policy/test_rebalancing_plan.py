@@ -153,6 +153,40 @@ def test_an_instance_of_another_capacity_is_left_alone():
     assert (plan.moves, plan.placed, plan.ends) == ((), (), ())
 
 
+class Fixed:
+    """A scheduler that wants each request on a certain GPU."""
+
+    gpus = dict.fromkeys(range(3), 1)
+
+    def __init__(self, **wanted):
+        self.where = wanted.__getitem__
+
+    def adopt(self, running):
+        pass
+
+    def batch(self, departures, growths, arrivals):
+        pass
+
+    tidy = print
+
+
+def test_no_move_counts_on_the_room_that_another_one_leaves():
+    states = [state(1, [("a", 60)]), state(2, [("b", 50), ("c", 10)]), state(3, [("d", 30)])]
+    plan = Planner(lambda capacity: Fixed(a=1, b=2, c=2, d=2)).plan(states, FIRST, 1)
+    assert [move.request for move in plan.moves] == ["b", "c"]
+    assert plan.deferred == 1
+    states = [state(1), state(2, [("b", 50), ("c", 40)]), state(3, [("d", 30)])]
+    plan = Planner(lambda capacity: Fixed(b=2, c=2, d=0)).plan(states, FIRST, 1)
+    assert [move.request for move in plan.moves] == ["b", "d"]
+    assert plan.deferred == 1
+
+
+def test_what_has_just_arrived_does_not_move_on_while_its_source_does_not_know():
+    states = [state(1, [("a", 60, False, 2)]), state(2, [("a", 60), ("b", 5)]), state(3)]
+    plan = Planner(lambda capacity: Fixed(a=2, b=2)).plan(states, FIRST, 1)
+    assert [move.request for move in plan.moves] == ["b"]
+
+
 def limits(link=100, compute=0):
     def found(instances):
         return Boundaries(

@@ -84,7 +84,7 @@ class Planner:
         new = len(scheduler.gpus) - len(places.used)
         starts = max(min(new, self.instances_max - len(states)), self.instances_min - len(picture.usable), 0)
         busy = {move.destination for move in moves} | {place.destination for place in placed} | places.used
-        ends = () if starts else self._ends(states, picture, busy)
+        ends = self._ends(states, picture, busy, may_shrink=not starts)
         return EpochPlan(number, planner, moves, placed, starts, ends, deferred).within()
 
     def _waiting(self, states: Sequence[InstanceState], picture: Picture) -> dict[str, tuple[int, WaitingRequest]]:
@@ -182,10 +182,12 @@ class Planner:
                 left[link] = max(0, left.get(link, 0) - tokens)
         return replace(found, link_tokens=left)
 
-    def _ends(self, states: Sequence[InstanceState], picture: Picture, busy: set[int]) -> tuple[int, ...]:
-        """Instances that have had nothing to do for long enough; those with the highest numbers first."""
+    def _ends(
+        self, states: Sequence[InstanceState], picture: Picture, busy: set[int], may_shrink: bool
+    ) -> tuple[int, ...]:
+        """Instances that are drained, or have had nothing to do for long enough; those with the highest ids first."""
         found = []
-        left = len(picture.usable)
+        left = len(picture.usable) if may_shrink else 0
         for state in reversed(states):
             instance = state.instance
             idle = not (state.running or state.waiting or state.rest or instance in picture.arriving | busy)

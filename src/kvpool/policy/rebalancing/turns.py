@@ -70,7 +70,7 @@ class Duties:
     Attributes:
         moves: That it carries out, as their source, in this order.
         placed: New requests that it sends to their place, as their holder.
-        void: Moves and placements of its own that cannot be: what they name has ended or left, or the other is gone.
+        void: Its moves and placements that cannot be: what they name has ended or left, or the other is gone.
         ends: Whether it is to end.
     """
 

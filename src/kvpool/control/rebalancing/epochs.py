@@ -1,0 +1,236 @@
+"""One instance's part in the epochs, step by step."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from kvpool.control.rebalancing.carrying import Carrier, Migrates
+from kvpool.control.rebalancing.engine import RebalancedEngine
+from kvpool.control.rebalancing.members import KnowsMembers, MemberStates, Said, published
+from kvpool.control.rebalancing.totals import Tally
+from kvpool.errors import StateError
+from kvpool.policy.rebalancing import (
+    EpochPlan,
+    InstanceState,
+    PlanBook,
+    Planner,
+    RunningRequest,
+    WaitingRequest,
+    duties_of,
+    planner_of,
+)
+
+__all__ = ["Epochs"]
+
+_log = logging.getLogger("kvpool.rebalancing")
+
+_PATIENCE_EPOCHS: Final = 2  # so long the planner waits for members that have not answered the last plan
+
+
+class Epochs:
+    """One instance's part in the epochs, step by step, without a thread: `Rebalancer` calls `step` again and again.
+
+    One thread at a time may call `step`; any may call the rest.
+
+    Args:
+        migrations: Of the instance's pool.
+        engine: Its requests.
+        cluster: Of which it is a member.
+        capacity: Tokens that its requests have room for.
+        growth: Tokens by which a request grows in an epoch, at most.
+        planner: How it plans when that falls to it.
+        epoch_s: Seconds between two plans.
+        move_s: Deadline of one move.
+        moves_at_once: So many requests leave here at a time.
+        activate: Called at the planner with a number: so many more instances are needed than are members now. Again in
+            every epoch until they have joined: an instance that is starting counts.
+        terminate: Called once when this instance has nothing more to do, and is to end.
+        changed: Called when `step` has something to do.
+        clock: Seconds, of any origin.
+    """
+
+    def __init__(
+        self,
+        migrations: Migrates,
+        engine: RebalancedEngine,
+        cluster: KnowsMembers,
+        *,
+        capacity: int,
+        growth: int,
+        planner: Planner,
+        epoch_s: float,
+        move_s: float,
+        moves_at_once: int,
+        activate: Callable[[int], object] | None = None,
+        terminate: Callable[[], object] | None = None,
+        changed: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        registration = cluster.registration
+        if registration is None:
+            raise StateError("rebalancing: attach the pool to the cluster first")
+        self._registration = registration
+        self._instance = registration.instance
+        self._migrations = migrations
+        self._engine = engine
+        self._cluster = cluster
+        self._capacity = capacity
+        self._growth = growth
+        self._planner = planner
+        self._epoch_s = epoch_s
+        self._activate = activate
+        self._terminate = terminate
+        self._clock = clock
+        self.tally = Tally()
+        self.carrier = Carrier(
+            migrations, self.tally, move_s, moves_at_once, planner.behind_max * epoch_s, changed, clock
+        )
+        self._members = MemberStates()
+        self._book = PlanBook()
+        self._plan: EpochPlan | None = None  # the latest that this instance has made, while it is the planner
+        self._planned_at = clock()  # so that the others are seen before the first plan
+        self._idle_since = clock()
+        self._draining = False
+        self._terminated = False
+        self._published: dict[str, object] = {}
+
+    @property
+    def draining(self) -> bool:
+        """Whether this instance takes nothing more."""
+        return self._draining
+
+    @property
+    def plans(self) -> bool:
+        """Whether this instance is the planner."""
+        return self._plan is not None
+
+    def drain(self) -> None:
+        """From now on this instance takes nothing more; plans move its requests away, and then it ends."""
+        self._draining = True
+
+    def step(self) -> None:
+        """Does what is to be done now. Waits for nothing but the engine.
+
+        Raises:
+            ClosedError: The instance has left the cluster.
+            StateError: Another incarnation has its name.
+        """
+        said = self._members.read(self._cluster.members())
+        said.pop(self._instance, None)  # what this instance says is here, and newer
+        live = {self._instance, *said}
+        planner = planner_of(live)
+        if self._registration.lease_valid():
+            plan = said[planner].plan if planner in said else None
+            if plan is not None and self._book.accept(plan, planner):
+                self._carry_out(plan, said)
+            if planner == self._instance:
+                self._plan_if_due(said)
+        if planner != self._instance:
+            self._plan = None
+        self._publish(self._state(said))
+
+    def leave(self) -> None:
+        """Publishes that this instance takes no part any more."""
+        self._registration.publish(rebalancing={})
+
+    # ---- what this instance says
+
+    def _state(self, said: dict[int, Said]) -> InstanceState:
+        rows, waiting = list(self._engine.running()), list(self._engine.waiting())
+        ids = {each.name: instance for instance, each in said.items()}
+        leaving, arriving = self.carrier.leaving(), set(self._migrations.arriving())
+        running = []
+        for name, tokens in rows:
+            if name in leaving:
+                running.append(RunningRequest(name, tokens, False, ids.get(leaving[name], 0)))
+            else:
+                running.append(RunningRequest(name, tokens, name not in arriving and not self.carrier.stays(name)))
+        self.carrier.forget([name for name, _ in rows])
+        now = self._clock()
+        if rows or waiting or arriving:
+            self._idle_since = now
+        return InstanceState(
+            self._instance,
+            self._capacity,
+            tuple(running),
+            tuple(WaitingRequest(name, tokens) for name, tokens in waiting),
+            self._growth,
+            0,
+            self._book.accepted,
+            min(int((now - self._idle_since) / self._epoch_s), self._planner.idle_epochs),
+            self._draining,
+        )
+
+    def _publish(self, state: InstanceState) -> None:
+        fields = published(state, self._plan, self._migrations.totals())
+        if fields != self._published:
+            self._registration.publish(rebalancing=fields)
+            self._published = fields
+
+    # ---- what it does
+
+    def _carry_out(self, plan: EpochPlan, said: dict[int, Said]) -> None:
+        """Carries out this instance's part of a plan that it has accepted."""
+        self.tally.count("plans_accepted")
+        state = self._state(said)
+        busy = bool(state.running or state.waiting or self._migrations.arriving())
+        duties = duties_of(
+            plan,
+            self._instance,
+            {each.name for each in state.running if each.free},
+            {each.name for each in state.waiting},
+            {self._instance, *said},
+            busy,
+        )
+        names = {self._instance: self._registration.name} | {instance: one.name for instance, one in said.items()}
+        self.tally.moved("void", duties.void)
+        self.carrier.carry(duties.moves, names)
+        for place in duties.placed:
+            self._call("place", partial(self._engine.place, place.request, names[place.destination]))
+            self.tally.count("placed")
+        if duties.ends:
+            self._draining = True
+            if not self._terminated:
+                self._terminated = True
+                self._call("terminate", self._terminate)
+
+    def _plan_if_due(self, said: dict[int, Said]) -> None:
+        """Makes a plan for all, once an epoch, and carries out its own part."""
+        now = self._clock()
+        since = now - self._planned_at
+        if since < self._epoch_s or (since < _PATIENCE_EPOCHS * self._epoch_s and self._waits(said)):
+            return
+        self._planned_at = now
+        states = [self._state(said), *(each.state for each in said.values())]
+        number = self._book.next_number(states)
+        plan = self._planner.plan(states, number, self._instance)
+        if self._plan is None:
+            self.tally.count("takeovers")
+        if self._plan is None or not plan.asks_the_same(self._plan):
+            self._plan = plan
+            self._book.made(number)
+            self.tally.count("plans_made")
+            if self._book.accept(plan, self._instance):
+                self._carry_out(plan, said)
+        if plan.starts and self._activate is not None:
+            self._call("activate", partial(self._activate, plan.starts))
+
+    def _waits(self, said: dict[int, Said]) -> bool:
+        """Whether members have still to answer the last plan, but for those that have not followed for long."""
+        if self._plan is None:
+            return False
+        number = self._plan.number
+        follow = [each.state.last for each in said.values()]
+        return any(last < number and number.epoch - last.epoch <= self._planner.behind_max for last in follow)
+
+    def _call(self, what: str, call: Callable[[], object] | None) -> None:
+        if call is None:
+            return
+        try:
+            call()
+        except Exception:
+            _log.exception("the application failed to %s", what)

@@ -1,0 +1,163 @@
+"""Pools of one cluster, with requests that decode meanwhile: plans are carried out by live migrations.
+
+Each token is a function of all keys and values before it (migration_kit), so a request that came from elsewhere and
+has other tokens than alone has read a wrong block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import pytest
+from attach_kit import join, url
+from control.migration_kit import Reader, ToyEngine, eventually, prompt_of, reference
+from kit import BLOCK, small_pool
+
+import kvpool
+from kvpool import cli
+from kvpool.control.migration import Migrations
+from kvpool.control.rebalancing import Rebalancer
+from kvpool.policy.rebalancing import Planner
+
+__all__ = ["url"]
+
+BLOCKS = 97
+LENGTH = 110
+CAPACITY = (BLOCKS - 1) * BLOCK
+
+
+class Server(ToyEngine):
+    """A toy engine that takes part in epochs: it says what it runs, and sends new requests to their place."""
+
+    def __init__(self, pool, reader, name, everybody):
+        super().__init__(pool, reader, name)
+        self.everybody, self.new = everybody, {}
+        everybody[name] = self
+
+    def running(self):
+        with self.lock:
+            return [(name, len(one.blocks) * BLOCK) for name, one in self.requests.items()]
+
+    def waiting(self):
+        with self.lock:
+            return [(name, -(-len(prompt) // BLOCK) * BLOCK) for name, (prompt, _) in self.new.items()]
+
+    def step(self, name):
+        if not super().step(name):
+            with self.lock:
+                one = self.requests.get(name)
+                if one is not None and not one.stopped and len(one.tokens) == one.length:
+                    self._free(self.requests.pop(name))
+
+    def place(self, request, to):
+        prompt, length = self.new.pop(request)
+        try:
+            self.everybody[to].begin(request, prompt, length)
+        except (kvpool.Error, KeyError):
+            self.new[request] = prompt, length
+
+
+class Instance:
+    def __init__(self, url, name, reader, everybody, **options):
+        self.stack = contextlib.ExitStack()
+        self.cluster = self.stack.enter_context(join(url, heartbeat=0.05))
+        self.pool = self.stack.enter_context(small_pool(BLOCKS, 0, name=name))
+        self.pool.attach(self.cluster, name=name)
+        self.engine = Server(self.pool, reader, name, everybody)
+        self.migrations = self.stack.enter_context(Migrations(self.pool, self.engine, cluster=self.cluster))
+        self.ended, self.asked = threading.Event(), []
+        self.rebalancer = self.stack.enter_context(
+            Rebalancer(
+                self.migrations, self.engine, self.cluster, capacity=CAPACITY, growth=2 * BLOCK, epoch_s=0.1, move_s=20,
+                activate=self.asked.append, terminate=self.ended.set, **options,
+            )
+        )  # fmt: skip
+        self.stack.callback(self.engine.end)
+        self.engine.run(0.012)
+
+    def close(self):
+        self.stack.close()
+
+
+@pytest.fixture
+def make(url):
+    found, everybody, reader = [], {}, Reader()
+
+    def instance(name, **options):
+        found.append(Instance(url, name, reader, everybody, **options))
+        return found[-1]
+
+    instance.reader = reader
+    yield instance
+    for each in found:
+        each.close()
+
+
+def check(reader, prompts, length):
+    for name, prompt in prompts.items():
+        eventually(lambda name=name: len(reader.tokens.get(name, ())) == length - 10)
+        assert reader.tokens[name] == reference(prompt, length)[10:]
+
+
+def test_requests_come_together_with_the_same_tokens_and_an_instance_ends(make):
+    a, b, c = (make(name) for name in "abc")
+    prompts = {f"r{number}": prompt_of(number) for number in range(3)}
+    for (name, prompt), one in zip(prompts.items(), (a, b, c), strict=True):
+        one.engine.new[name] = prompt, LENGTH
+        one.engine.place(name, one.engine.name)
+    eventually(lambda: sum(bool(each.engine.requests) for each in (a, b, c)) == 1)
+    eventually(lambda: any(each.ended.is_set() for each in (a, b, c)))
+    check(make.reader, prompts, LENGTH)
+    totals = [each.rebalancer.totals() for each in (a, b, c)]
+    assert sum(one.moves.get("ok", 0) for one in totals) >= 2
+    assert [bool(one.plans_made) for one in totals] == [True, False, False]
+
+
+def test_new_requests_begin_by_plan_and_another_planner_takes_over(make):
+    a, b = (make(name, policy=Planner(instances_min=2)) for name in "ab")
+    eventually(lambda: a.rebalancer.plans)
+    prompts = {f"r{number}": prompt_of(number) for number in range(4)}
+    a.engine.new["r0"] = prompts["r0"], 60
+    b.engine.new["r1"] = prompts["r1"], 60
+    check(make.reader, {name: prompts[name] for name in ("r0", "r1")}, 60)
+    a.rebalancer.close()
+    eventually(lambda: b.rebalancer.plans)
+    b.engine.new["r2"] = prompts["r2"], 60
+    check(make.reader, {"r2": prompts["r2"]}, 60)
+    assert b.rebalancer.totals().takeovers >= 1
+
+
+def test_wrong_arguments_and_the_end(make):
+    one = make("a")
+    alone = kvpool.Cluster.join("local://kvpool-test-nobody-is-here", lease=60)
+    with alone, pytest.raises(kvpool.StateError, match="attach"):
+        Rebalancer(one.migrations, one.engine, alone, capacity=8)
+    for wrong in (
+        {"capacity": 0},
+        {"growth": -1},
+        {"epoch_s": 0},
+        {"move_s": 0},
+        {"moves_at_once": 0},
+        {"policy": "x"},
+    ):
+        with pytest.raises(kvpool.ArgumentError):
+            Rebalancer(one.migrations, one.engine, one.cluster, **{"capacity": 8} | wrong)
+    assert not one.rebalancer.draining
+    one.rebalancer.drain()
+    eventually(one.ended.is_set)
+    one.rebalancer.close()
+    one.rebalancer.close()
+    assert not one.cluster.registration.record.rebalancing
+
+
+def test_top_shows_migrations(make, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    pytest.importorskip("rich", reason="rich is not installed")
+    one = make("a")
+    url = f"local://{one.cluster._url.name}"
+    eventually(lambda: one.cluster.registration.written.rebalancing)
+    assert cli.main(["top", url, "--once"]) == 0
+    text = capsys.readouterr().out
+    assert "tokens/failed" in text
+    assert "0/0/0/0" in text

@@ -1,0 +1,87 @@
+"""Bugs of rebalancing by epochs, for `make planted`."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tools.planted_kit import Bug, in_python
+
+__all__ = ["REBALANCING_BUGS"]
+
+_TURNS: Final = ("python/policy/test_rebalancing_turns.py", "python/control/test_rebalancing.py")
+_PLAN: Final = ("python/policy/test_rebalancing_plan.py",)
+_EPOCHS: Final = ("python/control/test_rebalancing.py",)
+_ACCEPT: Final = "if plan.planner != planner or plan.number <= self.accepted:"
+
+REBALANCING_BUGS: Final = (
+    Bug(
+        "plan-carried-out-twice",
+        "policy",
+        "an instance carries out the plan of an epoch again each time it reads it",
+        in_python("policy/rebalancing/turns.py", _ACCEPT, _ACCEPT.replace("<=", "<")),
+        _TURNS,
+        build="python",
+    ),
+    Bug(
+        "plan-of-an-old-epoch",
+        "policy",
+        "a plan that comes late is carried out after a newer one",
+        in_python("policy/rebalancing/turns.py", _ACCEPT, _ACCEPT.replace("<=", "==")),
+        _TURNS,
+        build="python",
+    ),
+    Bug(
+        "plan-of-anybody",
+        "policy",
+        "an instance carries out what a member plans that it does not take for the planner",
+        in_python("policy/rebalancing/turns.py", _ACCEPT, "if plan.number <= self.accepted:"),
+        _TURNS,
+        build="python",
+    ),
+    Bug(
+        "same-term-after-a-takeover",
+        "policy",
+        "an instance that takes over plans in the term of the one before, whose late plans then count",
+        in_python("policy/rebalancing/turns.py", "            term += 1\n", "            pass\n"),
+        _TURNS,
+        build="python",
+    ),
+    Bug(
+        "moves-count-on-each-other",
+        "policy",
+        "two moves of a plan are promised the same room: the second is refused",
+        in_python("policy/rebalancing/planner.py", "                left[move.destination] -= tokens\n", ""),
+        _PLAN,
+        build="python",
+    ),
+    Bug(
+        "request-on-its-way-moves-again",
+        "policy",
+        "a request that is claimed by two instances is planned to move away from one of them",
+        in_python("policy/rebalancing/picture.py", "if row.free and not leaves:", "if row.free:"),
+        _PLAN,
+        build="python",
+    ),
+    Bug(
+        "queue-of-an-old-plan",
+        "control",
+        "moves of a plan that have not begun are carried out after the next plan has come",
+        in_python(
+            "control/rebalancing/carrying.py",
+            "            self._queue = deque((move, names[move.destination]) for move in moves)\n",
+            "            self._queue.extend((move, names[move.destination]) for move in moves)\n",
+        ),
+        _EPOCHS,
+        build="python",
+    ),
+    Bug(
+        "planner-without-a-lease",
+        "control",
+        "an instance that the cluster has given up goes on planning and carrying out",
+        in_python(
+            "control/rebalancing/epochs.py", "        if self._registration.lease_valid():\n", "        if True:\n"
+        ),
+        _EPOCHS,
+        build="python",
+    ),
+)
