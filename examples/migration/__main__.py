@@ -16,14 +16,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+from kvpool.policy.rebalancing import PolicyName
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where this package and llama.py are
 
 if TYPE_CHECKING:
     from migration.dispatcher import Dispatcher
 
-_POLICIES = ("bf", "wf", "lb", "mell")
+_POLICIES: Final[tuple[PolicyName, ...]] = ("bf", "wf", "lb", "mell")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.requests is not None:
         over_s = size.load.over_s * options.requests / size.load.requests
         size = replace(size, load=replace(size.load, requests=options.requests, over_s=over_s))
-    policies = _POLICIES if options.policy == "all" else (options.policy,)
+    policies = [each for each in _POLICIES if options.policy in (each, "all")]
     started = time.monotonic()
     print(
         f"{size.load.requests} requests, seed {options.seed}; {options.instances} instances of {size.blocks} blocks at "

@@ -19,6 +19,7 @@ class Load:
         median: Tokens of half of the requests, prompt and answer.
         sigma: Of the logarithm of their lengths: the larger, the longer the tail.
         longest: No request has more tokens.
+        waves: They come in so many waves, each in the first quarter of its time.
         seed: Of all of it.
     """
 
@@ -28,6 +29,7 @@ class Load:
     sigma: float
     longest: int
     seed: int
+    waves: int = 1
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,9 @@ def arrivals(load: Load) -> list[Arrival]:
     """The requests, in the order in which they arrive. A quarter of each is its prompt."""
     rng = np.random.default_rng(load.seed)
     at = np.cumsum(rng.exponential(load.over_s / load.requests, load.requests))
+    if load.waves > 1:
+        wave_s = load.over_s / load.waves
+        at = np.sort(at // wave_s * wave_s + at % wave_s / 4)
     lengths = np.clip(rng.lognormal(np.log(load.median), load.sigma, load.requests), 8, load.longest).astype(int)
     found = []
     for number, (when, length) in enumerate(zip(at - at[0], lengths, strict=True)):

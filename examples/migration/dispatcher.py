@@ -34,6 +34,7 @@ class Answer:
         times: When each came, in seconds from the beginning of the run.
         attempt: Grows when its instance is lost: then it starts again, from the tokens that were put out.
         owner: The instance that was heard of it last.
+        base: So many tokens were out when this attempt began.
         early: Tokens of two places that came before earlier ones, by position.
     """
 
@@ -339,7 +340,9 @@ class Dispatcher:
             try:
                 news = self._gate.accept(waiting.name, waiting.term, waiting.position)
             except ArgumentError:  # what its last place has put out before is still in another pipe
-                answer.early[waiting.position] = waiting
+                other = answer.early.get(waiting.position)
+                if other is None or other.term < waiting.term:
+                    answer.early[waiting.position] = waiting
                 return
             if news:
                 answer.owner = instance.name

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 from llama import PagedKV
+from torch.utils.dlpack import from_dlpack
 
 import kvpool
 from kvpool.control.migration import Arrived, RequestProgress, Stopped
@@ -18,7 +19,6 @@ from migration.model import BLOCK, block_ids, next_token
 __all__ = ["Engine", "Request"]
 
 Addresses = npt.NDArray[np.uint64]
-_NO_BLOCKS: Addresses = np.empty(0, np.uint64)
 
 
 @dataclass
@@ -67,10 +67,8 @@ class Engine:
         send: Callable[[Request, str], None],
         stopping: Callable[[str], None],
     ) -> None:
-        import torch
-
         self._pool = pool
-        self._kv = PagedKV(torch.from_dlpack(pool.tensor(kvpool.HBM)))
+        self._kv = PagedKV(from_dlpack(pool.tensor(kvpool.HBM)))
         self._put_out = put_out
         self._send = send
         self._stopping = stopping

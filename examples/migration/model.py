@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from llama import Llama, LlamaConfig, PagedKV
 
@@ -32,7 +34,7 @@ def layout() -> kvpool.KVLayout:
     return kvpool.KVLayout(c.layers, c.kv_heads, c.head_dim, "float32", c.block_tokens)
 
 
-def block_ids(addresses: object) -> torch.Tensor:
+def block_ids(addresses: npt.NDArray[np.uint64]) -> torch.Tensor:
     """Which blocks of the pool's tensor these are."""
     return torch.from_numpy(kvpool.block_ids(addresses).astype("int64"))
 

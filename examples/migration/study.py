@@ -34,8 +34,8 @@ class Size:
     epoch_s: float
 
 
-USUAL = Size(Load(60, 30.0, 130, 0.8, 480, 1), 36, 0.04, 0.5)
-QUICK = Size(Load(20, 5.0, 110, 0.8, 320, 1), 24, 0.025, 0.3)
+USUAL = Size(Load(200, 48.0, 40, 1.2, 200, 1, waves=3), 32, 0.04, 0.2)
+QUICK = Size(Load(50, 6.0, 40, 1.2, 200, 1, waves=2), 24, 0.03, 0.2)
 
 
 class WrongTokens(AssertionError):

@@ -49,13 +49,18 @@ class Setting:
         return self.epoch_s / 4
 
     def planner(self) -> Planner:
-        """The same at all instances."""
-        return Planner(SCHEDULERS[self.policy], instances_max=self.instances_max, idle_epochs=2)
+        """The same at all instances. BF and WF move nothing: what outgrows an instance is stopped, and begins again."""
+        return Planner(
+            SCHEDULERS[self.policy],
+            instances_max=self.instances_max,
+            moves_max=0 if self.policy in ("bf", "wf") else 64,
+            idle_epochs=2,
+        )
 
     @property
     def growth(self) -> int:
-        """Tokens that a request gets until the next plan is carried out, rounded up to a block."""
-        return -(-int(2 * self.epoch_s / self.step_s) // BLOCK) * BLOCK
+        """Tokens that a request gets until the next plan is carried out."""
+        return int(2 * self.epoch_s / self.step_s)
 
 
 def run(pipe: Connection, name: str, setting: Setting) -> None:

@@ -216,7 +216,13 @@ def test_moves_under_way_use_the_boundary_and_a_large_one_goes_when_nothing_else
 
 
 def test_wrong_arguments():
-    for wrong in ({"instances_min": 0}, {"instances_min": 9}, {"moves_max": 0}, {"idle_epochs": -1}, {"behind_max": 0}):
+    for wrong in (
+        {"instances_min": 0},
+        {"instances_min": 9},
+        {"moves_max": -1},
+        {"idle_epochs": -1},
+        {"behind_max": 0},
+    ):
         with pytest.raises(ArgumentError):
             planner(**wrong)
     for states, who in (([state(1)], 2), ([state(1), state(1)], 1), ([], 1)):

@@ -33,7 +33,7 @@ class Planner:
         instances_min: So many run always.
         instances_max: No more run.
         boundaries: What migration may use among these instances. None: no bound is known, and all moves go by KV.
-        moves_max: Moves in one plan.
+        moves_max: Moves in one plan. 0: none, and an instance that overflows has to stop requests.
         idle_epochs: An instance that was without work for so long ends.
         behind_max: An instance that has accepted none of so many plans is left alone.
 
@@ -50,10 +50,10 @@ class Planner:
     behind_max: int = 4
 
     def __post_init__(self) -> None:
-        if not 1 <= self.instances_min <= self.instances_max or min(self.moves_max, self.behind_max) < 1:
+        if not 1 <= self.instances_min <= self.instances_max or self.behind_max < 1 or self.moves_max < 0:
             raise ArgumentError(
-                f"from {self.instances_min} to {self.instances_max} instances, {self.moves_max} moves, "
-                f"{self.behind_max} epochs behind: 1 or more each, and the first is not above the second"
+                f"from {self.instances_min} to {self.instances_max} instances, {self.behind_max} "
+                f"epochs behind: 1 or more each, the first not above the second; {self.moves_max} moves: 0 or more"
             )
         if self.idle_epochs < 0:
             raise ArgumentError(f"idle_epochs is {self.idle_epochs}; it must be 0 or more")
