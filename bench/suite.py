@@ -46,6 +46,7 @@ BENCHES = {
     "mell": "bench.mell.study",
     "scaling": "bench.mell.scaling",
     "live-stop": "bench.mell.live_stop",
+    "live": "bench.mell.live",
     "settle": "bench.lending.settlement",
     "dist-contexts": "bench.distattention.contexts",
     "dist-serving": "bench.distattention.serving",

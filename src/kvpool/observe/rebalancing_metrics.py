@@ -27,7 +27,7 @@ class PlanCounts(Protocol):
 
     @property
     def plans_accepted(self) -> int:
-        """Of its own and of others."""
+        """Made here, or by others."""
 
     @property
     def moves(self) -> Mapping[str, int]:
