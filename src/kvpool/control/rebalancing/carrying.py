@@ -95,10 +95,10 @@ class Carrier:
             each.start()
 
     def leaving(self) -> dict[str, str]:
-        """Requests that leave, or are to, with the names of their destinations."""
+        """Requests that leave, with the names of their destinations; not those whose move has not begun."""
         found = {each.request: each.to for each in self._migrations.under_way()}
         with self._lock:
-            return found | {move.request: to for move, to in self._queue} | self._begun
+            return found | self._begun
 
     def stays(self, request: str) -> bool:
         """Whether a request is not to move yet, because its last move has failed."""

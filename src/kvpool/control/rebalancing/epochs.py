@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Final
 
@@ -14,6 +14,7 @@ from kvpool.control.rebalancing.members import KnowsMembers, MemberStates, Said,
 from kvpool.control.rebalancing.totals import Tally
 from kvpool.errors import StateError
 from kvpool.policy.rebalancing import (
+    NAME_BYTES_MAX,
     EpochPlan,
     InstanceState,
     PlanBook,
@@ -140,26 +141,29 @@ class Epochs:
     # ---- what this instance says
 
     def _state(self, said: dict[int, Said]) -> InstanceState:
-        rows, waiting = list(self._engine.running()), list(self._engine.waiting())
+        rows, rest = _named(self._engine.running())
+        waiting, unnamed = _named(self._engine.waiting())
+        if rest + unnamed:
+            _log.warning("requests of %d tokens have names that cannot be published: they stay", rest + unnamed)
         ids = {each.name: instance for instance, each in said.items()}
         leaving, arriving = self.carrier.leaving(), set(self._migrations.arriving())
         running = []
-        for name, tokens in rows:
+        for name, tokens in rows.items():
             if name in leaving:
                 running.append(RunningRequest(name, tokens, False, ids.get(leaving[name], 0)))
             else:
                 running.append(RunningRequest(name, tokens, name not in arriving and not self.carrier.stays(name)))
-        self.carrier.forget([name for name, _ in rows])
+        self.carrier.forget(list(rows))
         now = self._clock()
-        if rows or waiting or arriving:
+        if rows or waiting or arriving or rest:
             self._idle_since = now
         return InstanceState(
             self._instance,
             self._capacity,
             tuple(running),
-            tuple(WaitingRequest(name, tokens) for name, tokens in waiting),
+            tuple(WaitingRequest(name, tokens) for name, tokens in waiting.items()),
             self._growth,
-            0,
+            rest,
             self._book.accepted,
             min(int((now - self._idle_since) / self._epoch_s), self._planner.idle_epochs),
             self._draining,
@@ -177,7 +181,7 @@ class Epochs:
         """Carries out this instance's part of a plan that it has accepted."""
         self.tally.count("plans_accepted")
         state = self._state(said)
-        busy = bool(state.running or state.waiting or self._migrations.arriving())
+        busy = bool(state.running or state.waiting or state.rest or self._migrations.arriving())
         duties = duties_of(
             plan,
             self._instance,
@@ -234,3 +238,15 @@ class Epochs:
             call()
         except Exception:
             _log.exception("the application failed to %s", what)
+
+
+def _named(requests: Iterable[tuple[str, int]]) -> tuple[dict[str, int], int]:
+    """Requests whose names can be published, each once, with their tokens, 1 or more; and the tokens of the others."""
+    found: dict[str, int] = {}
+    rest = 0
+    for name, tokens in requests:
+        if 0 < len(name.encode("utf-8", "surrogatepass")) <= NAME_BYTES_MAX:
+            found[name] = max(1, int(tokens))
+        else:
+            rest += int(tokens)
+    return found, rest

@@ -9,6 +9,7 @@ Pure: data in, plans out; kvpool.control.rebalancing publishes and carries out. 
 epochs, section V the two ways and their boundaries.
 """
 
+from kvpool.policy.rebalancing.fields import NAME_BYTES_MAX
 from kvpool.policy.rebalancing.picture import Picture, picture_of
 from kvpool.policy.rebalancing.plan import EpochPlan, Placement, PlannedMove, PlanNumber, plan_from, plan_json
 from kvpool.policy.rebalancing.planner import UNBOUNDED, Planner
@@ -17,6 +18,7 @@ from kvpool.policy.rebalancing.states import InstanceState, RunningRequest, Wait
 from kvpool.policy.rebalancing.turns import Duties, PlanBook, duties_of, planner_of
 
 __all__ = [
+    "NAME_BYTES_MAX",
     "SCHEDULERS",
     "UNBOUNDED",
     "Duties",
