@@ -23,8 +23,9 @@ from kvpool.policy.rebalancing import PolicyName
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where this package and llama.py are
 
 if TYPE_CHECKING:
-    from migration.dispatcher import Dispatcher
+    from migration.dispatcher import Dispatcher, Fault
 
+_FAULTS: Final[tuple[Fault, Fault]] = ("kill", "stop")
 _POLICIES: Final[tuple[PolicyName, ...]] = ("bf", "wf", "lb", "mell")
 
 
@@ -38,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         over_s = size.load.over_s * options.requests / size.load.requests
         size = replace(size, load=replace(size.load, requests=options.requests, over_s=over_s))
     policies = [each for each in _POLICIES if options.policy in (each, "all")]
+    kill, stop = _FAULTS
+    faults = [*[kill] * options.kill, *[stop] * options.stop]
     started = time.monotonic()
     print(
         f"{size.load.requests} requests, seed {options.seed}; {options.instances} instances of {size.blocks} blocks at "
@@ -47,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         for policy in policies:
             print(f"\n{policy}", flush=True)
-            runs += study.compare(size, [policy], options.instances, options.seed, int(options.kill), _Picture().show)
+            runs += study.compare(size, [policy], options.instances, options.seed, faults, _Picture().show)
     except (study.WrongTokens, TimeoutError) as error:
         print(f"NOT AS PROMISED: {error}")
         return 1
@@ -85,7 +88,11 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=None, metavar="N", help="that arrive")
     parser.add_argument("--seed", type=int, default=1, help="of the arrivals")
     parser.add_argument("--quick", action="store_true", help="fewer requests, smaller instances: about a minute")
-    parser.add_argument("--kill", action="store_true", help="kill -9 an instance in the middle of a migration")
+    for fault, text in (("kill", "kill -9"), ("stop", "stop for longer than its lease")):
+        parser.add_argument(
+            f"--{fault}", type=int, nargs="?", const=1, default=0, metavar="N",
+            help=f"{text} an end of a migration, N times (1)",
+        )  # fmt: skip
     parser.add_argument("--out", type=Path, default=None, metavar="FOLDER", help="for figures and plots")
     options = parser.parse_args(arguments)
     if not 1 <= options.instances <= 8:

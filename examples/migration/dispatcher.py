@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
 from kvpool.errors import ArgumentError
 from kvpool.policy.migration import OutputGate
@@ -18,8 +20,11 @@ from migration.arrivals import Arrival
 from migration.engine import Request
 from migration.worker import Setting, run
 
-__all__ = ["Answer", "Dispatcher", "Instance", "Outcome", "counted"]
+__all__ = ["Answer", "Dispatcher", "Fault", "Instance", "Outcome", "counted"]
 
+Fault: TypeAlias = Literal["kill", "stop"]
+
+_STOP_S: Final = 4.0  # two leases
 _TURN_S: Final = 0.02
 _START_S: Final = 60.0  # until an instance serves, on a machine that is busy with other things
 
@@ -101,7 +106,7 @@ class Outcome:
         answers: All requests.
         instances: All processes that there were.
         in_use: Seconds and the number of processes from then on.
-        killed: Instances that were killed.
+        hit: Instances that were killed or stopped.
         restarts: Requests that started again.
         stops: Requests that were stopped to be handed over.
     """
@@ -110,7 +115,7 @@ class Outcome:
     answers: list[Answer]
     instances: list[Instance]
     in_use: list[tuple[float, int]]
-    killed: list[str]
+    hit: list[str]
     restarts: int
     stops: int
 
@@ -121,22 +126,27 @@ class Dispatcher:
     Args:
         setting: Of all instances.
         arrivals: What arrives.
-        kills: How many instances are killed (-9), each in the middle of a migration: its source and its destination
-            in turn.
+        faults: What happens to instances, each in the middle of a migration, to its destination and its source in turn:
+            "kill" (-9), or "stop" for longer than its lease.
         watch: Called now and then with this, to show how it goes.
     """
 
     def __init__(
-        self, setting: Setting, arrivals: Sequence[Arrival], kills: int, watch: Callable[[Dispatcher], None]
+        self,
+        setting: Setting,
+        arrivals: Sequence[Arrival],
+        faults: Sequence[Fault],
+        watch: Callable[[Dispatcher], None],
     ) -> None:
         self.setting = setting
         self.answers = {each.name: Answer(each) for each in arrivals}
         self.instances: dict[str, Instance] = {}
         self.in_use: list[tuple[float, int]] = []
-        self.killed: list[str] = []
+        self.hit: list[str] = []
         self.restarts = 0
         self.stops = 0
-        self._kills = kills
+        self._faults = list(faults)
+        self._stopped: dict[int, float] = {}  # processes, and when they go on
         self._watch = watch
         self._gate = OutputGate()
         self._coming = list(arrivals)
@@ -184,7 +194,7 @@ class Dispatcher:
             list(self.answers.values()),
             list(self.instances.values()),
             self.in_use,
-            self.killed,
+            self.hit,
             self.restarts,
             self.stops,
         )
@@ -235,7 +245,15 @@ class Dispatcher:
         self.restarts += 1
         self._submit(answer)
 
+    def _go_on(self, now_s: float) -> None:
+        """Those that were stopped for long enough go on."""
+        for process in [each for each, until in self._stopped.items() if now_s >= until]:
+            del self._stopped[process]
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGCONT)
+
     def _end_all(self) -> None:
+        self._go_on(float("inf"))
         for each in self.live:
             each.tell(messages.End())
         for each in self.live:
@@ -275,6 +293,7 @@ class Dispatcher:
 
     def _turn(self) -> None:
         """Reads what instances have said."""
+        self._go_on(self.now_s)
         by_pipe = {each.pipe: each for each in self.live}
         for pipe in wait(list(by_pipe), _TURN_S):
             instance = by_pipe[pipe]  # type: ignore[index]
@@ -297,7 +316,7 @@ class Dispatcher:
                     self._again(answer, request)
             case messages.Stopping(_, to):
                 self.stops += 1
-                self._maybe_kill(instance, to)
+                self._maybe_hit(instance, to)
             case messages.More(more):
                 self._more(more)
             case messages.Ending():
@@ -350,14 +369,19 @@ class Dispatcher:
                 answer.times.append(self.now_s)
             waiting = answer.early.pop(len(answer.tokens) - answer.base, None)
 
-    def _maybe_kill(self, source: Instance, to: str) -> None:
-        """Kills one end of a migration when its request was stopped."""
-        if len(self.killed) >= self._kills or self.stops < 2:
+    def _maybe_hit(self, source: Instance, to: str) -> None:
+        """Kills or stops one end of a migration when its request was stopped."""
+        if not self._faults or self.stops < 2:
             return
-        victim = source if len(self.killed) % 2 else self.instances.get(to)
-        if victim is not None and victim.ended_s is None:
+        victim = source if len(self.hit) % 2 else self.instances.get(to)
+        if victim is None or victim.ended_s is not None or victim.process.pid in self._stopped:
+            return
+        self.hit.append(victim.name)
+        if self._faults.pop(0) == "kill":
             victim.process.kill()
-            self.killed.append(victim.name)
+        elif victim.process.pid is not None:
+            os.kill(victim.process.pid, signal.SIGSTOP)
+            self._stopped[victim.process.pid] = self.now_s + _STOP_S
 
 
 def counted(outcome: Outcome) -> Counter[str]:

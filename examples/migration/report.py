@@ -37,7 +37,7 @@ class Figures:
         tpot_ms: From one token to the next, on average over requests.
         gap_ms_max: The longest time between two tokens of one request.
         restarts: Requests that started again, because their instance had ended.
-        killed: Instances that were killed.
+        hit: Instances that were killed or stopped.
     """
 
     policy: str
@@ -53,7 +53,7 @@ class Figures:
     tpot_ms: float
     gap_ms_max: float
     restarts: int
-    killed: int
+    hit: int
 
 
 def expected(arrivals: Sequence[Arrival]) -> dict[str, list[int]]:
@@ -89,7 +89,7 @@ def figures(setting: Setting, outcome: Outcome) -> Figures:
         round(1000 * _mean(spans), 1),
         round(1000 * max(gaps, default=0.0), 1),
         outcome.restarts,
-        len(outcome.killed),
+        len(outcome.hit),
     )
 
 

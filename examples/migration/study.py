@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import kvpool
 from kvpool.policy.rebalancing import PolicyName
 from migration.arrivals import Arrival, Load, arrivals
-from migration.dispatcher import Dispatcher, Outcome
+from migration.dispatcher import Dispatcher, Fault, Outcome
 from migration.report import Figures, expected, figures, wrong
 from migration.worker import Setting
 
@@ -48,7 +48,7 @@ def run_one(
     instances: int,
     requests: Sequence[Arrival],
     answers: Mapping[str, list[int]],
-    kills: int = 0,
+    faults: Sequence[Fault] = (),
     watch: Callable[[Dispatcher], None] = lambda dispatcher: None,
 ) -> tuple[Figures, Outcome]:
     """One run.
@@ -61,7 +61,7 @@ def run_one(
     setting = Setting(url, policy, instances, size.blocks, size.step_s, size.epoch_s)
     needed = sum(each.new_tokens for each in requests) * size.step_s
     try:
-        outcome = Dispatcher(setting, requests, kills, watch).run(60.0 + 2 * size.load.over_s + needed)
+        outcome = Dispatcher(setting, requests, faults, watch).run(60.0 + 2 * size.load.over_s + needed)
     finally:
         kvpool.Cluster.forget(url)
     if bad := wrong(outcome, answers):
@@ -74,10 +74,10 @@ def compare(
     policies: Sequence[PolicyName],
     instances: int,
     seed: int,
-    kills: int = 0,
+    faults: Sequence[Fault] = (),
     watch: Callable[[Dispatcher], None] = lambda dispatcher: None,
 ) -> list[tuple[Figures, Outcome]]:
     """Policies on the same arrivals, one after the other. Raises as `run_one`."""
     requests = arrivals(replace(size.load, seed=seed))
     answers = expected(requests)
-    return [run_one(size, policy, instances, requests, answers, kills, watch) for policy in policies]
+    return [run_one(size, policy, instances, requests, answers, faults, watch) for policy in policies]
