@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # several processes share the processors
     from migration import report, study
 
-    size = study.QUICK if options.quick else study.USUAL
+    size = replace(study.QUICK if options.quick else study.USUAL, link_tokens=options.link_tokens)
     if options.requests is not None:
         over_s = size.load.over_s * options.requests / size.load.requests
         size = replace(size, load=replace(size.load, requests=options.requests, over_s=over_s))
@@ -93,6 +93,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
             f"--{fault}", type=int, nargs="?", const=1, default=0, metavar="N",
             help=f"{text} an end of a migration, N times (1)",
         )  # fmt: skip
+    parser.add_argument(
+        "--link-tokens", type=int, default=None, metavar="N",
+        help="tokens of KV cache that an instance may send in an epoch; what is more goes by tokens",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, default=None, metavar="FOLDER", help="for figures and plots")
     options = parser.parse_args(arguments)
     if not 1 <= options.instances <= 8:

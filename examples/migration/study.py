@@ -26,12 +26,14 @@ class Size:
         blocks: Of one instance, of 16 tokens each.
         step_s: An iteration of an instance takes so long.
         epoch_s: Between two plans.
+        link_tokens: See `Setting`.
     """
 
     load: Load
     blocks: int
     step_s: float
     epoch_s: float
+    link_tokens: int | None = None
 
 
 USUAL = Size(Load(200, 48.0, 40, 1.2, 200, 1, waves=3), 32, 0.04, 0.2)
@@ -58,7 +60,7 @@ def run_one(
         TimeoutError: It has not ended in a time in which one instance alone could have done it.
     """
     url = f"local://kvpool-migration-{os.getpid()}-{time.monotonic_ns():x}"
-    setting = Setting(url, policy, instances, size.blocks, size.step_s, size.epoch_s)
+    setting = Setting(url, policy, instances, size.blocks, size.step_s, size.epoch_s, size.link_tokens)
     needed = sum(each.new_tokens for each in requests) * size.step_s
     try:
         outcome = Dispatcher(setting, requests, faults, watch).run(60.0 + 2 * size.load.over_s + needed)

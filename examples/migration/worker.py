@@ -6,6 +6,7 @@ import contextlib
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Final
@@ -13,6 +14,7 @@ from typing import Final
 import kvpool
 from kvpool.control.migration import Migrations
 from kvpool.control.rebalancing import Rebalancer
+from kvpool.policy.mell import Boundaries, ComputeProfile, Link
 from kvpool.policy.rebalancing import SCHEDULERS, Planner, PolicyName
 from migration import messages
 from migration.engine import Engine, Request
@@ -21,6 +23,8 @@ from migration.model import BLOCK, layout, model
 __all__ = ["Setting", "run"]
 
 _TOTALS_S: Final = 0.2
+_PREFILL_TOKENS: Final = 256  # beside a batch, in an epoch
+_BATCH_MAX: Final = 1024
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,8 @@ class Setting:
         blocks: Of one instance.
         step_s: An iteration takes so long, however quick the processor is: as if each instance had its GPU.
         epoch_s: Between two plans.
+        link_tokens: KV cache, in tokens, that an instance may send in an epoch; what is more goes by tokens, and is
+            prefilled at its destination. None: no bound.
     """
 
     cluster: str
@@ -42,6 +48,7 @@ class Setting:
     blocks: int
     step_s: float
     epoch_s: float
+    link_tokens: int | None = None
 
     @property
     def heartbeat_s(self) -> float:
@@ -55,7 +62,15 @@ class Setting:
             instances_max=self.instances_max,
             moves_max=0 if self.policy in ("bf", "wf") else 64,
             idle_epochs=2,
+            boundaries=None if self.link_tokens is None else self._boundaries,
         )
+
+    def _boundaries(self, instances: Sequence[int]) -> Boundaries:
+        """Each instance has its own link, and prefills what comes beside its batch."""
+        tokens = self.link_tokens or 0
+        links: dict[Link, int] = {("up", each): tokens for each in instances}
+        profile = ComputeProfile({0: _PREFILL_TOKENS, _BATCH_MAX: _PREFILL_TOKENS})
+        return Boundaries(lambda source, destination: [("up", source)], links, dict.fromkeys(instances, profile))
 
     @property
     def growth(self) -> int:

@@ -65,6 +65,22 @@ def test_what_a_member_lends_is_published_once_a_heartbeat_the_newest(place):
         reg.publish(lending=[1])
 
 
+def test_what_a_member_runs_is_published_once_a_heartbeat_the_newest(place):
+    cluster, router = place.join(heartbeat=0.5), place.join()
+    events = Events(router)
+    reg = place.register(cluster, "a")
+    assert cluster.members()[0].rebalancing == {}
+    for number in range(1, 101):
+        reg.publish(rebalancing={"state": {"n": number}})
+    wait_for(lambda: [m.rebalancing for m in router.members()] == [{"state": {"n": 100}}])
+    assert len(events.of("a")) < 50
+    with pytest.raises(kvpool.ArgumentTypeError, match="rebalancing"):
+        reg.publish(rebalancing=[1])
+    with pytest.raises(kvpool.ArgumentError, match="65536 are allowed"):
+        reg.publish(rebalancing={"state": "x" * 66_000})
+    assert reg.record.rebalancing == {"state": {"n": 100}}
+
+
 def test_loads_are_published_once_a_heartbeat_the_newest(place):
     cluster, router = place.join(heartbeat=0.5), place.join()
     events = Events(router)

@@ -18,6 +18,7 @@ import kvpool
 from kvpool import cli
 from kvpool.control.migration import Migrations
 from kvpool.control.rebalancing import Rebalancer
+from kvpool.policy.mell import Boundaries, ComputeProfile
 from kvpool.policy.rebalancing import Planner
 
 __all__ = ["url"]
@@ -112,6 +113,24 @@ def test_requests_come_together_with_the_same_tokens_and_an_instance_ends(make):
     totals = [each.rebalancer.totals() for each in (a, b, c)]
     assert sum(one.moves.get("ok", 0) for one in totals) >= 2
     assert [bool(one.plans_made) for one in totals] == [True, False, False]
+
+
+def limits(instances):
+    """No link has time for migration; each instance prefills what comes."""
+    compute = {each: ComputeProfile({0: 1000, 99: 1000}) for each in instances}
+    return Boundaries(lambda source, destination: [("up", source)], {}, compute)
+
+
+def test_requests_move_by_tokens_where_the_links_have_no_time(make):
+    a, b = (make(name, policy=Planner(boundaries=limits)) for name in "ab")
+    prompts = {f"r{number}": prompt_of(number) for number in range(2)}
+    for (name, prompt), one in zip(prompts.items(), (a, b), strict=True):
+        one.engine.new[name] = prompt, LENGTH
+        one.engine.place(name, one.engine.name)
+    check(make.reader, prompts, LENGTH)
+    left = [key for one in (a, b) for key in one.migrations.totals().left]
+    assert ("tokens", "ok") in left
+    assert ("kv", "ok") not in left
 
 
 def test_new_requests_begin_by_plan_and_another_planner_takes_over(make):
