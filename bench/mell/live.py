@@ -39,7 +39,7 @@ def run(context: Context) -> Report:
     from migration import study
 
     size = study.QUICK if context.quick else study.USUAL
-    seeds = range(1, 1 + context.pick(1, 3))
+    seeds = range(1, 1 + context.pick(1, 2))
     report = Report(
         notes=[
             f"{size.load.requests} requests in {size.load.waves} waves, {size.blocks} blocks an instance, steps of "

@@ -38,6 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.requests is not None:
         over_s = size.load.over_s * options.requests / size.load.requests
         size = replace(size, load=replace(size.load, requests=options.requests, over_s=over_s))
+    if options.blocks is not None:
+        longest = min(size.load.longest, options.blocks * 12)  # three quarters of an instance
+        size = replace(size, blocks=options.blocks, load=replace(size.load, longest=longest))
     policies = [each for each in _POLICIES if options.policy in (each, "all")]
     kill, stop = _FAULTS
     faults = [*[kill] * options.kill, *[stop] * options.stop]
@@ -86,6 +89,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--policy", choices=[*_POLICIES, "all"], default="all")
     parser.add_argument("--instances", type=int, default=8, metavar="N", help="at most so many (8)")
     parser.add_argument("--requests", type=int, default=None, metavar="N", help="that arrive")
+    parser.add_argument("--blocks", type=int, default=None, metavar="N", help="of 16 tokens, of one instance")
     parser.add_argument("--seed", type=int, default=1, help="of the arrivals")
     parser.add_argument("--quick", action="store_true", help="fewer requests, smaller instances: about a minute")
     for fault, text in (("kill", "kill -9"), ("stop", "stop for longer than its lease")):
@@ -103,6 +107,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--instances {options.instances}: from 1 to 8")
     if options.requests is not None and options.requests < 1:
         parser.error(f"--requests {options.requests}: 1 or more")
+    if options.blocks is not None and options.blocks < 4:
+        parser.error(f"--blocks {options.blocks}: 4 or more")
     return options
 
 

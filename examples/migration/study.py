@@ -36,8 +36,8 @@ class Size:
     link_tokens: int | None = None
 
 
-USUAL = Size(Load(200, 48.0, 40, 1.2, 200, 1, waves=3), 32, 0.04, 0.2)
-QUICK = Size(Load(50, 6.0, 40, 1.2, 200, 1, waves=2), 24, 0.03, 0.2)
+USUAL = Size(Load(150, 30.0, 60, 1.0, 350, 1, waves=3), 64, 0.04, 0.2)
+QUICK = Size(Load(60, 9.0, 60, 0.9, 300, 1, waves=2), 48, 0.03, 0.2)
 
 
 class WrongTokens(AssertionError):

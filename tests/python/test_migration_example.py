@@ -26,6 +26,8 @@ def run(*arguments):
         "--quick",
         "--requests",
         "14",
+        "--blocks",
+        "20",
         "--instances",
         "4",
         *arguments,
@@ -53,6 +55,6 @@ def test_kills_and_stops_in_the_middle_of_migrations_change_no_token(tmp_path):
 def test_wrong_arguments():
     from examples.migration.__main__ import main
 
-    for wrong in (["--instances", "9"], ["--requests", "0"], ["--policy", "x"]):
+    for wrong in (["--instances", "9"], ["--requests", "0"], ["--blocks", "3"], ["--policy", "x"]):
         with pytest.raises(SystemExit):
             main(wrong)
