@@ -184,16 +184,64 @@ def test_sequences_of_one_prompt_are_each_saved(model: Any, store: PromptStore) 
         assert mine.tolist() == model.generate(ids(longer), max_new_tokens=3).tolist()
 
 
-def test_assisted_decoding_saves_what_was_accepted(model: Any, store: PromptStore) -> None:
-    tokens = prompt(12) * 3
-    options = {"prompt_lookup_num_tokens": 4, "max_new_tokens": 20}
-    wanted = model.generate(ids(tokens), max_new_tokens=20).tolist()
-    assert store.generate(model, ids(tokens), **options).tolist() == wanted
+@pytest.mark.parametrize("how", ["lookup", "assistant", "early exit"])
+@pytest.mark.parametrize("seed", range(3))
+def test_assistants_load_nothing_and_save_what_was_accepted(
+    model: Any, store: PromptStore, how: str, seed: int
+) -> None:
+    """With an assistant, transformers computes the whole prompt on top of a cache that has some of it."""
+    options: dict[str, Any] = {
+        "lookup": {"prompt_lookup_num_tokens": 3},
+        "assistant": {"assistant_model": made("Llama", num_key_value_heads=2)},
+        "early exit": {"assistant_early_exit": 1},
+    }[how]
+    tokens = prompt(41, seed)
+    wanted = model.generate(ids(tokens), max_new_tokens=16).tolist()
+    store.generate(model, ids(tokens), max_new_tokens=1)
+    for _ in range(2):
+        assert store.generate(model, ids(tokens), max_new_tokens=16, **options).tolist() == wanted
+    assert store.counts().loaded_tokens == 0
     longer = wanted[0] + prompt(3, seed=4)
-    mine = store.generate(model, ids(longer), max_new_tokens=3, **SCORES)
-    assert store.counts().loaded_tokens >= 40
-    plain = model.generate(ids(longer), max_new_tokens=3, **SCORES)
+    all_of_it = {"attention_mask": torch.ones(1, len(longer)), "max_new_tokens": 3, **SCORES}
+    mine = store.generate(model, ids(longer), **all_of_it)
+    assert store.counts().loaded_tokens >= 48
+    plain = model.generate(ids(longer), **all_of_it)
     torch.testing.assert_close(scored(mine)[1], scored(plain)[1], atol=1e-4, rtol=1e-4)
+
+
+MODELS_SETTINGS = [
+    {"num_beams": 3},
+    {"num_beams": 2, "num_return_sequences": 2},
+    {"prefill_chunk_size": 16},
+    {"pad_token_id": 5},
+]
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["by the model", "and another object"])
+@pytest.mark.parametrize("fields", MODELS_SETTINGS, ids=lambda each: "-".join(each))
+def test_what_the_models_generation_config_says_counts(fields: Any, given: bool) -> None:
+    """Also for a GenerationConfig that leaves it out."""
+    model = made("Llama", num_key_value_heads=2)
+    model.generation_config.update(**fields)
+    options: dict[str, Any] = {"max_new_tokens": 12}
+    if given:
+        options = {"generation_config": transformers.GenerationConfig(max_new_tokens=12)}
+    pad = fields.get("pad_token_id", 0)
+    rows = [[token for token in prompt(60, seed) if token != pad][:40] for seed in range(2)]
+    batch = ids(*rows) if "pad_token_id" not in fields else ids(rows[0], [pad] * 9 + rows[1][:31])
+    wanted = model.generate(batch, **options).tolist()
+    with PromptStore.of(model, dram_blocks=64, block_tokens=SIZE, audit=True) as store:
+        for _ in range(2):
+            assert store.generate(model, batch, **options).tolist() == wanted
+        for row in (rows[0], rows[1][:31], *wanted):
+            tokens = [token for token in row if token != pad]
+            longer = [*tokens, *prompt(3, seed=8)]
+            plain = model.generate(ids(longer), max_new_tokens=2, num_beams=1, num_return_sequences=1, **SCORES)
+            mine = store.generate(
+                model, ids(longer), max_new_tokens=2, num_beams=1, num_return_sequences=1, prefill_chunk_size=None,
+                **SCORES,
+            )  # fmt: skip
+            torch.testing.assert_close(scored(mine)[1], scored(plain)[1], atol=1e-4, rtol=1e-4)
 
 
 def test_a_prefill_in_chunks_is_saved_and_not_loaded(model: Any, store: PromptStore) -> None:
@@ -270,6 +318,10 @@ BAD = {
     "images": ({"pixel_values": torch.zeros(1)}, "pixel_values"),
     "padding on the right": ({"attention_mask": torch.tensor([[1] * 15 + [0] * 5])}, "row 0"),
     "padding only": ({"attention_mask": torch.zeros(1, 20)}, "row 0"),
+    "no cache, by an object": ({"generation_config": transformers.GenerationConfig(use_cache=False)}, "use_cache"),
+    "healing": ({"token_healing": True}, "token_healing"),
+    "a loop of one's own": ({"custom_generate": "somewhere"}, "custom_generate"),
+    "contrastive search": ({"penalty_alpha": 0.6, "top_k": 4}, "contrastive"),
     "another mask": ({"attention_mask": torch.ones(1, 19)}, "shape"),
 }
 
@@ -282,9 +334,12 @@ def test_what_it_cannot_cache_rightly_it_refuses(model: Any, store: PromptStore,
     assert store.counts().prompts == 0
 
 
-def test_adapters_need_a_namespace(model: Any, store: PromptStore) -> None:
+@pytest.mark.parametrize(
+    ("attribute", "value"), [("_hf_peft_config_loaded", True), ("peft_config", {"default": object()})]
+)
+def test_adapters_need_a_namespace(model: Any, store: PromptStore, attribute: str, value: Any) -> None:
     adapted = copy.copy(model)
-    adapted._hf_peft_config_loaded = True
+    setattr(adapted, attribute, value)
     with pytest.raises(kvpool.ArgumentError, match="namespace"):
         store.generate(adapted, ids(prompt(20)), max_new_tokens=2)
 
@@ -309,6 +364,25 @@ def test_models_that_do_not_keep_all_tokens_are_refused(name: str, fields: Any, 
         PromptStore.of(made(name, **fields), dram_blocks=8)
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_keys_that_depend_on_the_length_of_the_prompt_are_refused(kind: str) -> None:
+    rotation = {"rope_type": kind, "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 32}
+    if kind == "longrope":
+        rotation |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    model = made("Llama", num_key_value_heads=2, max_position_embeddings=32, rope_parameters=rotation)
+    with pytest.raises(kvpool.Unsupported, match=kind):
+        PromptStore.of(model, dram_blocks=8)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16], ids=str)
+def test_a_mask_may_have_any_type(model: Any, store: PromptStore, dtype: Any) -> None:
+    tokens = prompt(20)
+    wanted = model.generate(ids(tokens), max_new_tokens=3).tolist()
+    mask = torch.ones(1, 20, dtype=dtype)
+    for _ in range(2):
+        assert store.generate(model, ids(tokens), max_new_tokens=3, attention_mask=mask).tolist() == wanted
+
+
 def test_an_encoder_is_refused() -> None:
     with pytest.raises(kvpool.Unsupported, match="encoder"):
         PromptStore(kvpool.Pool(kvpool.KVLayout(1, 1, 8, "float32"), dram_blocks=1), transformers.T5Config())
@@ -321,8 +395,13 @@ def test_latent_attention_is_refused_when_it_is_to_be_saved() -> None:
         moe_intermediate_size=16, n_shared_experts=1,
     )  # fmt: skip
     with PromptStore.of(model, dram_blocks=8, block_tokens=SIZE) as store:
+        wanted = model.generate(ids(prompt(20)), max_new_tokens=2).tolist()
+        assert store.generate(model, ids(prompt(20)), max_new_tokens=2).tolist() == wanted
+        assert store.counts().unsaved == 1
+        with torch.no_grad():
+            model(ids(prompt(20)), past_key_values=(cache := store.load(prompt(20))))
         with pytest.raises(kvpool.LayoutMismatch, match="layer 0"):
-            store.generate(model, ids(prompt(20)), max_new_tokens=2)
+            cache.save(prompt(20))
         assert store.pool.stats().dram.free == 8
 
 
@@ -338,8 +417,10 @@ def test_a_pool_with_other_content_is_refused(model: Any) -> None:
         with pytest.raises(kvpool.LayoutMismatch, match="dtype"):
             PromptStore(pool, model.config, dtype=torch.float32)
         store = PromptStore(pool, model.config)  # the pool's type
+        with torch.no_grad():
+            model(ids(prompt(20)), past_key_values=(cache := store.load(prompt(20))))
         with pytest.raises(kvpool.LayoutMismatch, match="float32"):
-            store.generate(model, ids(prompt(20)), max_new_tokens=2)
+            cache.save(prompt(20))
         assert pool.stats().dram.free == 4
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,11 +23,18 @@ def decoder_of(config: Any) -> Any:
     """The part of a model's configuration that says what its decoder caches.
 
     Raises:
-        Unsupported: It has an encoder, or layers that cache anything but the keys and values of all tokens.
+        Unsupported: It has an encoder, layers that cache anything but the keys and values of all tokens, or keys that
+            depend on the length of the prompt.
     """
     if getattr(config, "is_encoder_decoder", False):
         raise Unsupported("an encoder-decoder model caches cross attention too: kvpool takes decoders only")
     decoder = config.get_text_config(decoder=True)
+    for kind in _rotations(getattr(decoder, "rope_parameters", None) or getattr(decoder, "rope_scaling", None)):
+        if kind in ("dynamic", "longrope"):
+            raise Unsupported(
+                f"the model rotates keys by {kind!r}: by how much depends on the length of the prompt, so keys of a "
+                "long prompt are not those of a shorter one that it begins with"
+            )
     for number, layer in enumerate(DynamicCache(config=decoder).layers):
         if type(layer) is not DynamicLayer:
             raise Unsupported(
@@ -35,6 +43,15 @@ def decoder_of(config: Any) -> Any:
                 layer=number,
             )
     return decoder
+
+
+def _rotations(parameters: Any) -> list[str]:
+    """The kinds of rotary embedding that a configuration names: for all layers, or for each kind of layer."""
+    if not isinstance(parameters, Mapping):
+        return []
+    nested = [kind for each in parameters.values() for kind in _rotations(each)]
+    kind = parameters.get("rope_type", parameters.get("type"))
+    return [*nested, kind] if isinstance(kind, str) else nested
 
 
 def layout_of(config: Any, dtype: torch.dtype, block_tokens: int) -> KVLayout:

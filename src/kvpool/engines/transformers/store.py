@@ -19,7 +19,7 @@ from kvpool.engines.transformers.cache import KvpoolCache
 from kvpool.engines.transformers.generating import generate
 from kvpool.engines.transformers.layouts import check_pool, decoder_of, layout_of
 from kvpool.engines.transformers.prompts import Prompts
-from kvpool.errors import ArgumentError, LayoutMismatch, OutOfBlocks, Unsupported
+from kvpool.errors import ArgumentError, Error, LayoutMismatch, OutOfBlocks, Unsupported
 from kvpool.pool import Pool
 
 __all__ = ["PromptStore", "StoreCounts"]
@@ -39,7 +39,7 @@ class StoreCounts:
         prompt_tokens: Their tokens.
         loaded_tokens: Of these, the ones that came from the pool.
         saved_tokens: Tokens that were copied to the pool.
-        unsaved: Prompts for which the pool had no room.
+        unsaved: Prompts that could not be saved, most because the pool had no room.
     """
 
     prompts: int = 0
@@ -198,20 +198,21 @@ class PromptStore:
         self._count(saved_tokens=(whole - have) * size)
         return (whole - have) * size
 
-    def save_if_room(self, tokens: npt.ArrayLike, cache: Cache, *, namespace: str, row: int, padding: int) -> None:
-        """As `save`; a pool without room is counted, and no error."""
+    def save_if_possible(self, tokens: npt.ArrayLike, cache: Cache, *, namespace: str, row: int, padding: int) -> None:
+        """As `save`; what cannot be saved is counted and logged, and no error: its tokens were generated."""
         try:
             self.save(tokens, cache, namespace=namespace, row=row, padding=padding)
-        except OutOfBlocks as error:
+        except Error as error:
             self._count(unsaved=1)
-            _log.info("a prompt of %d tokens is not cached: %s", len(_ids(tokens)), error)
+            level = logging.INFO if isinstance(error, OutOfBlocks) else logging.WARNING
+            _log.log(level, "a prompt of %d tokens is not cached: %s", len(_ids(tokens)), error)
 
     def generate(self, model: Any, input_ids: torch.Tensor, *, namespace: str = "", **options: Any) -> Any:
         """``model.generate(input_ids, **options)``, without computing what the pool has, and caching what it computes.
 
         What was generated is cached, too, so that the next turn of a conversation finds it; of a beam search, only the
-        prompts. A batch is loaded as far as the pool has all of its rows: put prompts of different lengths into calls
-        of their own, or pad them on the left.
+        prompts. With an assistant, or with `prefill_chunk_size`, nothing is loaded. A batch is loaded as far as the
+        pool has all of its rows: put prompts of different lengths into calls of their own, or pad them on the left.
 
         Args:
             model: Whose configuration the store was made for, on the store's device.
@@ -224,7 +225,7 @@ class PromptStore:
 
         Raises:
             ArgumentError: The content depends on more than the tokens: other inputs, an adapter without a namespace;
-                or rows are padded on the right.
+                rows are padded on the right; or a way of generating that may do anything with the cache.
         """
         return generate(self, model, input_ids, namespace, options)
 
