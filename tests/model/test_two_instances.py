@@ -36,7 +36,13 @@ class Demo:
 
     def __init__(self, folder: Path) -> None:
         self.mark = uuid.uuid4().hex
-        self.environment = {**os.environ, "KVPOOL_TRACES": str(folder), "COLUMNS": "100", "DEMO_MARK": self.mark}
+        self.environment = {
+            **os.environ,
+            "KVPOOL_TRACES": str(folder),
+            "KVPOOL_LEASE_S": "10",  # a busy machine must not cost a peer; one that is killed is noticed by its process
+            "COLUMNS": "100",
+            "DEMO_MARK": self.mark,
+        }
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         command = [sys.executable, str(EXAMPLES / "two_instances.py"), *arguments]

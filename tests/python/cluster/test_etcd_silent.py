@@ -10,7 +10,7 @@ from cluster.kit import EtcdPlace, Events, wait_for
 from kvpool.cluster.etcd.gateway import encode
 from kvpool.cluster.etcd.keys import Keys
 
-LEASE = 3.0  # a busy machine must be able to renew a lease, and to put a record back, within it
+LEASE = 5.0  # a busy machine must be able to renew a lease, and to put a record back, within it
 SILENT_S = 3 * LEASE
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,7 @@ class Pools:
 
     def __init__(self, index: SchedulerIndex, pools: list[Any]):
         self._index, self.workers = index.index, pools
-        self.explain_match = self._index.explain_match
+        self.explain_match = lambda tokens: self._index.explain_match(tokens, index._name(""))
 
     def finish_all(self) -> None:
         for pool in self.workers:
@@ -52,6 +53,8 @@ class Pools:
 class ApartEngine(Engine):
     """As vllm_kit's, but the last worker's output comes with all reports, as vLLM's executor has it."""
 
+    late = 0  # reports come so many steps later, as with several steps in flight
+
     def _make(self, blocks: int, dram_blocks: int, held: bool) -> Any:
         pools = [self._new_pool(blocks, dram_blocks, held) for _ in range(2)]
         self.workers = [WorkerPool(pool, blocks) for pool in pools]
@@ -59,6 +62,7 @@ class ApartEngine(Engine):
         self.pool = Pools(self.index, pools)
         self.engine = self
         self._ended: dict[str, int] = {}
+        self._reports: deque[WorkerReport] = deque()
         return self.index
 
     def _execute(self, step: StepPlan, counts: dict[str, int]) -> tuple[set[str], set[int]]:
@@ -77,7 +81,9 @@ class ApartEngine(Engine):
                 self._ended[request_id] = self._ended.get(request_id, 0) + 1
             failed |= worker.take_failed_blocks()
             report.add(sent(worker.take_report()))
-        self.index.reported(report)
+        self._reports.append(report)
+        while len(self._reports) > self.late:
+            self.index.reported(self._reports.popleft())
         ended = {request_id for request_id, workers in self._ended.items() if workers == len(self.workers)}
         for request_id in ended:
             del self._ended[request_id]

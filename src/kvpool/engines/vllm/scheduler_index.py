@@ -6,7 +6,7 @@ orders the copies with its own steps.
 
 A prompt is in the index as soon as its save is planned. A later step may load it, or save something else to the same
 blocks: each worker waits for the save then. A worker that could not save says so, refuses to load these blocks, and the
-prompt is forgotten.
+prompt is forgotten: at once, or, while a load has it pinned, when that has ended. Until then nobody finds it.
 """
 
 from __future__ import annotations
@@ -66,6 +66,8 @@ class SchedulerIndex:
         self._loads: dict[int, _Load] = {}
         self._saves: dict[int, _Save] = {}
         self._restored: set[int] = set()
+        self._doomed: dict[int, SavePlan] = {}  # saves that failed, and that cannot be forgotten yet
+        self._epoch = 0  # of the cache; what was cached in earlier ones is never found
         self._last = 0  # number
 
     # ---- what the planner asks
@@ -73,7 +75,11 @@ class SchedulerIndex:
     def pin(self, request_id: str, tokens: npt.NDArray[np.int32], namespace: str) -> int:
         """As EnginePool.pin."""
         self.unpin(request_id)
-        hit = self.index.match(tokens, namespace)
+        hit = self.index.match(tokens, self._name(namespace))
+        sound = self._sound(hit)
+        if sound < hit.tokens:
+            hit.close()
+            hit = self.index.match(tokens[:sound], self._name(namespace))
         if not hit.tokens:
             hit.close()
             return 0
@@ -98,16 +104,18 @@ class SchedulerIndex:
         return bool(self._saves)
 
     def clear(self) -> bool:
-        """Drops all that is cached. False if a load still needs some of it."""
+        """Drops all that is cached. What a load still needs is not found any more, and makes room later."""
         for request_id in list(self._hits):
             self.unpin(request_id)
+        self._epoch += 1
         self._evict(len(self.index))
-        return len(self.index) == 0
+        return True
 
     # ---- plans and reports
 
     def addressed(self, step: StepPlan) -> StepPlan:
         """The plan of a step as workers need it: with the numbers of blocks in place of tokens and matches."""
+        self._forget_doomed()
         loads = [self._load(plan) for plan in step.loads]
         saves = [save for plan in step.saves if (save := self._save(plan)) is not None]
         restored, self._restored = self._restored, set()
@@ -129,15 +137,17 @@ class SchedulerIndex:
                 continue
             if number in report.failed and not save.failed:
                 save.failed = True
-                self._forget(save.plan)
+                self._doomed[number] = save.plan
             save.workers -= workers
             if save.workers <= 0:
                 del self._saves[number]
+        self._forget_doomed()
 
     # ----
 
     def _load(self, plan: LoadPlan) -> LoadPlan:
         hit = self._hits.pop(plan.request_id, None)
+        self.suspects.difference_update(plan.blocks.tolist())  # until it fails
         self._last += 1
         if hit is None:
             return replace(plan, number=self._last)
@@ -147,7 +157,10 @@ class SchedulerIndex:
 
     def _save(self, plan: SavePlan) -> SavePlan | None:
         """None if all is cached, or nothing can make room."""
+        plan = replace(plan, namespace=self._name(plan.namespace))
         with self.index.match(plan.tokens, plan.namespace) as hit:
+            if self._sound(hit) < hit.tokens:
+                return None  # it is to be forgotten first
             missing = len(plan.blocks) - hit.tokens // self._block_tokens
             if missing == 0:
                 return None
@@ -164,20 +177,38 @@ class SchedulerIndex:
         self._saves[self._last] = _Save(addressed, self._workers)
         return replace(addressed, tokens=_NO_TOKENS)
 
-    def _forget(self, plan: SavePlan) -> None:
-        """Drops what was to be saved, and what continues it. In use, it stays, and workers refuse to load it."""
+    def _name(self, namespace: str) -> str:
+        return f"{self._epoch}:{namespace}"
+
+    def _sound(self, hit: _core.Match) -> int:
+        """The tokens of a match before the first block that some worker could not save."""
+        if self._doomed:
+            wrong = np.concatenate([plan.target for plan in self._doomed.values() if plan.target is not None])
+            found = np.flatnonzero(np.isin(hit.addrs, wrong.astype(np.uint64)))
+            if len(found):
+                return int(found[0]) * self._block_tokens
+        return hit.tokens
+
+    def _forget_doomed(self) -> None:
+        self._doomed = {number: plan for number, plan in self._doomed.items() if not self._forget(plan)}
+
+    def _forget(self, plan: SavePlan) -> bool:
+        """Drops what was to be saved, and what continues it. False while it is in use."""
         assert plan.target is not None
         before = len(plan.blocks) - len(plan.target)
         prefix = plan.tokens[: before * self._block_tokens]
-        with self.index.match(prefix, plan.namespace) as hit:
-            kept = hit.addrs
+        with self.index.match(plan.tokens, plan.namespace) as hit:
+            kept, there = hit.addrs[:before], hit.addrs[before:]
+        if not np.isin(there, plan.target.astype(np.uint64)).any():
+            return True  # it was dropped meanwhile, and what is cached now was saved anew
         try:
             gone = self.index.delete(plan.tokens, plan.namespace, descendants=True)
         except StateError:
-            return
+            return False
         if np.isin(kept, gone).any():  # nothing else begins with the prefix
             self.index.insert(prefix[: len(kept) * self._block_tokens], kept, plan.namespace).close()
         self._free += np.setdiff1d(gone, kept).astype(np.int64).tolist()
+        return True
 
     def _evict(self, blocks: int) -> None:
         self._free += self.index.evict(blocks).astype(np.int64).tolist()

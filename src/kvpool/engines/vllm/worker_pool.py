@@ -54,9 +54,17 @@ class WorkerPool(EnginePool):
             raise StateError(f"what request {plan.request_id} is to load was not saved")
         return None, self._dram[plan.source]
 
-    def _copy_out(self, plan: SavePlan) -> _core.BlockCopy:
+    def begin_save(self, plan: SavePlan) -> None:
+        """As EnginePool.begin_save. Earlier saves to the same blocks of DRAM end first.
+
+        Also if this one is refused: the last one says whether the blocks hold what the scheduler believes.
+        """
         assert plan.target is not None
         self._await_dram(plan.target)
+        super().begin_save(plan)
+
+    def _copy_out(self, plan: SavePlan) -> _core.BlockCopy:
+        assert plan.target is not None
         self.damaged.update(plan.target.tolist())  # until it has ended well
         source = self._addrs[plan.blocks[len(plan.blocks) - len(plan.target) :]]
         return self.pool.copy(source, self._dram[plan.target], stream=self._current_stream(), wait=False)

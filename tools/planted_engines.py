@@ -1,0 +1,55 @@
+"""Bugs of the connector for vLLM, for `make planted`."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tools.planted_kit import Bug, in_python
+
+__all__ = ["ENGINES_BUGS"]
+
+_APART: Final = ("python/engines/test_vllm_apart.py", "python/engines/test_vllm_planner.py")
+_PLANNER: Final = ("python/engines/test_vllm_planner.py",)
+
+ENGINES_BUGS: Final = (
+    Bug(
+        "load-before-its-save",
+        "engines",
+        "a worker loads blocks that it is still saving",
+        in_python("engines/vllm/worker_pool.py", "        self._await_dram(plan.source)\n", ""),
+        _APART,
+        build="python",
+    ),
+    Bug(
+        "load-what-was-not-saved",
+        "engines",
+        "a worker loads what it could not save",
+        in_python("engines/vllm/worker_pool.py", "if not self.damaged.isdisjoint(plan.source.tolist()):", "if False:"),
+        _APART,
+        build="python",
+    ),
+    Bug(
+        "unpinned-by-the-first-worker",
+        "engines",
+        "blocks are given out again while a slower worker still loads them",
+        in_python("engines/vllm/scheduler_index.py", "load.workers -= workers", "load.workers = 0"),
+        _APART,
+        build="python",
+    ),
+    Bug(
+        "save-what-a-failed-load-left",
+        "engines",
+        "what was computed from a failed load is cached for others",
+        in_python("engines/vllm/engine_pool.py", "if not self.suspects.isdisjoint(blocks):", "if False:"),
+        _PLANNER,
+        build="python",
+    ),
+    Bug(
+        "written-while-saved",
+        "engines",
+        "a block that vLLM uses again is written while a save reads it",
+        in_python("engines/vllm/planner.py", "        step.written.update(blocks[first:])\n", ""),
+        _PLANNER,
+        build="python",
+    ),
+)
