@@ -121,7 +121,9 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Learns which workers there are, where they are other processes."""
+        """Learns which workers there are, where they are other processes. VLLM calls it in any case."""
+        if self._one_process:
+            return
         if len(metadata) != self._workers:
             raise StateError(f"{len(metadata)} of {self._workers} workers have registered their blocks")
         blocks = min(joined.dram_blocks for joined in metadata.values())
