@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,7 +69,7 @@ class Engine:
         with self.errors.open("w") as errors:
             self.process = subprocess.Popen(
                 [PYTHON, HERE / "driver.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
-                text=True, env=environment, cwd=folder,
+                text=True, env=environment, cwd=folder, start_new_session=True,
             )  # fmt: skip
 
     def __call__(self, do: str, *arguments: Any, **named: Any) -> dict:
@@ -109,6 +110,8 @@ class Engine:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        with contextlib.suppress(ProcessLookupError):  # vLLM's own processes outlive the one that started them
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.stdout.close()
 
 
