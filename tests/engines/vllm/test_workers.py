@@ -1,16 +1,20 @@
-"""vLLM whose workers are other processes: one, as `vllm serve` has it on a CPU, and two that share the heads."""
+"""vLLM in processes beside the one that asks: a worker with the scheduler, one apart, and two that share heads."""
 
 from __future__ import annotations
 
 import pytest
 from vllm_process import prompt, same, serving
 
+# As `vllm serve` has it for one GPU, on a CPU, and for two GPUs.
+SHAPES = {"with the scheduler": ("", 1), "one worker": ("mp", 1), "two workers": ("mp", 2)}
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one worker", "two workers"])
+
+@pytest.fixture(scope="module", params=SHAPES)
 def engine(request, tmp_path_factory):
-    how = {"executor": "mp", "tensor_parallel_size": request.param, "dtype": "float32", "max_model_len": 320}
+    executor, workers = SHAPES[request.param]
+    how = {"executor": executor, "tensor_parallel_size": workers, "dtype": "float32", "max_model_len": 320}
     with serving(tmp_path_factory.mktemp("vllm"), own_process=True, extra={"dram_blocks": 64}, **how) as engine:
-        engine.workers = request.param
+        engine.workers = workers
         yield engine
 
 

@@ -44,6 +44,15 @@ class WorkerPool(EnginePool):
         report, self._report = self._report, WorkerReport()
         return report
 
+    def begin_save(self, plan: SavePlan) -> None:
+        """As EnginePool.begin_save. Earlier saves to the same blocks of DRAM end first.
+
+        Also if this one is refused: the last one says whether the blocks hold what the scheduler believes.
+        """
+        assert plan.target is not None
+        self._await_dram(plan.target)
+        super().begin_save(plan)
+
     # ----
 
     def _source(self, plan: LoadPlan) -> tuple[_core.Match | None, npt.NDArray[np.uint64]]:
@@ -53,15 +62,6 @@ class WorkerPool(EnginePool):
         if not self.damaged.isdisjoint(plan.source.tolist()):
             raise StateError(f"what request {plan.request_id} is to load was not saved")
         return None, self._dram[plan.source]
-
-    def begin_save(self, plan: SavePlan) -> None:
-        """As EnginePool.begin_save. Earlier saves to the same blocks of DRAM end first.
-
-        Also if this one is refused: the last one says whether the blocks hold what the scheduler believes.
-        """
-        assert plan.target is not None
-        self._await_dram(plan.target)
-        super().begin_save(plan)
 
     def _copy_out(self, plan: SavePlan) -> _core.BlockCopy:
         assert plan.target is not None
