@@ -6,6 +6,7 @@ program. What one of them prints is compared with the ```text output that follow
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import re
@@ -16,7 +17,7 @@ from typing import NamedTuple
 import pytest
 
 import kvpool
-from kvpool import config
+from kvpool import cli, config
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -76,6 +77,7 @@ def test_every_code_fence_names_its_language(path):
     """So that no code escapes by a misspelt name."""
     known = {"python", "text output", "text", "toml", "console"}
     known |= {"python transformers"}  # run by tests/engines, where it is installed
+    known |= {"toml router"}
     assert {fence.info for fence in fences(path.read_text())} <= known
 
 
@@ -86,6 +88,19 @@ def test_the_settings_files_in_the_documents_can_be_loaded(path, tmp_path):
         if fence.info == "toml":
             file.write_text(fence.text)
             config.load(environment={"KVPOOL_CONFIG": str(file)})
+
+
+def test_the_routers_files_in_the_documents_can_be_read(tmp_path):
+    file = tmp_path / "router.toml"
+    found = [fence for fence in fences((ROOT / "docs/how-to/router.md").read_text()) if fence.info == "toml router"]
+    assert found
+    for fence in found:
+        file.write_text(fence.text)
+        parser = argparse.ArgumentParser()
+        cli.router.add_parser(parser.add_subparsers())
+        arguments = parser.parse_args(["router", "--config", str(file)])
+        arguments.run.args[0].read_file(arguments)
+        assert arguments.instances
 
 
 def test_the_examples_of_the_readme_are_few_and_short():

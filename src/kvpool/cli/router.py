@@ -5,10 +5,16 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from kvpool.cli.options_file import Options
 from kvpool.errors import ArgumentError, Unsupported
+
+if TYPE_CHECKING:
+    from kvpool.cluster import Role
+    from kvpool.control.router import InstanceSpec
 
 _MIB = 1 << 20
 _KIB = 1 << 10
@@ -26,9 +32,22 @@ def add_parser(commands: Any) -> None:
         "watches their health, and retries requests that fail before their first byte. Needs the extra kvpool[router].",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.set_defaults(run=_run)
-    add = parser.add_argument
-    add("--instances", required=True, metavar="URL[,URL...]", help="each URL or NAME=URL, without /v1")
+    options = Options(parser)
+    parser.set_defaults(run=partial(_run, options))
+    add = options.add_to(parser)
+    add("--instances", default="", metavar="URL[,URL...]", help="each URL or NAME=URL, without /v1")
+    add(
+        "--prefill",
+        default="",
+        metavar="URL[,URL...]",
+        help="instances that compute prompts for those of --decode, to which they push the KV cache",
+    )
+    add(
+        "--decode",
+        default="",
+        metavar="NAME=URL[,...]",
+        help="instances that generate the answers; NAME is that of its pool in the cluster",
+    )
     add("--policy", default="queue-plus-exec", help="queue-plus-exec, longest-prefix, session-id or least-load")
     add("--host", default="127.0.0.1", help="where to listen")
     add("--port", type=int, default=8000, help="0 takes a free one")
@@ -48,7 +67,7 @@ def add_parser(commands: Any) -> None:
     add("--log-level", default="info", choices=["debug", "info", "warning", "error"], help="of the lines on stderr")
 
     security = parser.add_argument_group("security")
-    add = security.add_argument
+    add = options.add_to(security)
     add("--tls-cert", type=Path, metavar="FILE", help="certificate of the public listener, PEM; with --tls-key")
     add("--tls-key", type=Path, metavar="FILE", help="key to it, PEM without a password")
     add(
@@ -66,7 +85,7 @@ def add_parser(commands: Any) -> None:
     )
 
     routing = parser.add_argument_group("routing")
-    add = routing.add_argument
+    add = options.add_to(routing)
     add("--cap", type=float, default=2.0, help="most load of an instance, times the mean")
     add("--idle", type=float, default=0.2, help="share of its time that an instance works below which there is no cap")
     add("--warmup", type=float, default=60.0, metavar="S", help="how long a newcomer has less than its share")
@@ -74,7 +93,7 @@ def add_parser(commands: Any) -> None:
     add("--tree-blocks", type=int, default=1 << 20, metavar="N", help="most blocks of prompts that are remembered")
 
     health = parser.add_argument_group("health")
-    add = health.add_argument
+    add = options.add_to(health)
     add("--health-path", default="/health", metavar="PATH", help="asked by GET; 2xx is well")
     add("--health-interval", type=float, default=5.0, metavar="S", help="between probes; 0 for none")
     add("--health-timeout", type=float, default=2.0, metavar="S", help="of a probe")
@@ -85,7 +104,7 @@ def add_parser(commands: Any) -> None:
     add("--health-backoff-max", type=float, default=30.0, metavar="S", help="after failed trials at most")
 
     limits = parser.add_argument_group("limits")
-    add = limits.add_argument
+    add = options.add_to(limits)
     add("--in-flight", type=int, default=256, metavar="N", help="requests per instance; 503 when all are full")
     add("--requests", type=int, default=4096, metavar="N", help="that the router has at a time; 503 beyond it")
     add("--connections", type=int, default=8192, metavar="N", help="of clients; 503 beyond it")
@@ -123,15 +142,26 @@ def _key(given: str | None, variable: str) -> str | None:
     return given if given is not None else os.environ.get(variable)
 
 
-def _run(arguments: argparse.Namespace) -> None:
+def _specs(text: str, role: Role) -> list[InstanceSpec]:
+    from kvpool.control.router import InstanceSpec
+
+    return [InstanceSpec.parse(each, role) for each in text.split(",") if each.strip()]
+
+
+def _run(options: Options, arguments: argparse.Namespace) -> None:
     try:
         from kvpool.control import router
         from kvpool.control.router import logs
     except ImportError as error:
         raise Unsupported(f"the router needs {error.name}: pip install 'kvpool[router]'") from error
+    options.read_file(arguments)
     given = arguments
     settings = router.RouterSettings(
-        instances=tuple(router.InstanceSpec.parse(text) for text in given.instances.split(",") if text.strip()),
+        instances=(
+            *_specs(given.instances, "both"),
+            *_specs(given.prefill, "prefill"),
+            *_specs(given.decode, "decode"),
+        ),
         policy=given.policy,
         host=given.host,
         port=given.port,
@@ -178,6 +208,6 @@ def _run(arguments: argparse.Namespace) -> None:
         tree_blocks_max=given.tree_blocks,
     )
     if not settings.instances:
-        raise ArgumentError("--instances names no instance")
+        raise ArgumentError("no instance is named: --instances, or --prefill and --decode")
     logs.write_to(sys.stderr, given.log_level)
     router.serve(settings)

@@ -27,6 +27,7 @@ class FakeInstance:
         self.name = name
         self.well = True
         self.status = 0  # of every answer, unless 0
+        self.params: Any = None  # kv_transfer_params of its answers
         self.seen: list[tuple[str, dict[str, str], bytes]] = []
         self.abandoned = 0  # answers whose client left
         self.under_way = 0
@@ -79,7 +80,7 @@ class FakeInstance:
         if self.status:
             await _start(send, self.status, b"application/json")
             await send({"type": "http.response.body", "body": b'{"error": {"message": "by the fake"}}'})
-        elif fields.get("die") == 0:
+        elif self._said(fields, "die", None) == 0:
             await _start(send, 200, b"application/json")
             return  # without a byte of a body: the server closes the connection
         elif fields.get("stream"):
@@ -88,10 +89,13 @@ class FakeInstance:
             await self._json(fields, send)
 
     async def _json(self, fields: dict, send) -> None:
-        text = "".join(f"w{number} " for number in range(fields.get("pieces", 3)))
-        body = json.dumps({"object": "text_completion", "choices": [{"text": text}], "instance": self.name}).encode()
+        text = "".join(f"w{number} " for number in range(self._said(fields, "pieces", 3)))
+        answer = {"object": "text_completion", "choices": [{"text": text}], "instance": self.name}
+        if self.params is not None:
+            answer["kv_transfer_params"] = self.params
+        body = json.dumps(answer).encode()
         await _start(send, 200, b"application/json", (b"content-length", str(len(body)).encode()))
-        if "die" in fields:
+        if self._said(fields, "die", None) is not None:
             await send({"type": "http.response.body", "body": body[:10], "more_body": True})
             return
         await send({"type": "http.response.body", "body": body})
@@ -102,13 +106,13 @@ class FakeInstance:
             while fields.get("hold_at") == number and not self.released.is_set():
                 await asyncio.sleep(0.01)
             event = f'data: {{"choices": [{{"text": "w{number} "}}], "instance": "{self.name}"}}\n\n'.encode()
-            if fields.get("die") == number:
+            if self._said(fields, "die", None) == number:
                 await send({"type": "http.response.body", "body": event[:9], "more_body": True})
                 return  # in the middle of an event
             await send({"type": "http.response.body", "body": event, "more_body": True})
             await asyncio.sleep(fields.get("every_s", 0))
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": True})
-        if fields.get("die") == "done":
+        if self._said(fields, "die", None) == "done":
             return
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

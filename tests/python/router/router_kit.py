@@ -21,6 +21,7 @@ import httpx
 import uvicorn
 from router.fake import FakeInstance, config
 
+from kvpool.cluster import Role
 from kvpool.control.router import HealthSettings, InstanceSpec, Router, RouterSettings, admin_app, public_app
 
 ADMIN_KEY = "the-operators"
@@ -61,10 +62,10 @@ class _Thread:
 class Fake(FakeInstance):
     """A fake instance in a thread."""
 
-    def __init__(self, name: str, port: int = 0) -> None:
+    def __init__(self, name: str, port: int = 0, role: Role = "both") -> None:
         super().__init__(name)
         self._thread = _Thread(config(self.app, port))
-        self.spec = InstanceSpec(name, f"http://127.0.0.1:{self._thread.ports[0]}")
+        self.spec = InstanceSpec(name, f"http://127.0.0.1:{self._thread.ports[0]}", role)
 
     def stop(self) -> None:
         self._thread.stop()
@@ -72,10 +73,12 @@ class Fake(FakeInstance):
 
 @contextmanager
 def fakes(*names: str, port: int = 0) -> Iterator[list[Fake]]:
+    """One for each name; p1, p2, d1 and so on only prefill or decode."""
+    roles: dict[str, Role] = {"p": "prefill", "d": "decode"}
     with contextlib.ExitStack() as stack:
         running = []
         for name in names:
-            running.append(Fake(name, port))
+            running.append(Fake(name, port, roles.get(name[0], "both") if len(name) > 1 else "both"))
             stack.callback(running[-1].stop)
         yield running
 
@@ -211,3 +214,9 @@ def logged() -> Iterator[list[logging.LogRecord]]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
+
+
+def asked_of(fake: Fake) -> list[dict[str, Any]]:
+    """The bodies that a fake has seen."""
+    with fake.lock:
+        return [json.loads(body) for _, _, body in fake.seen]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import re
@@ -20,6 +21,8 @@ import pytest
 from router.router_kit import PATIENCE_S, events, eventually, fakes
 
 from kvpool import cli
+from kvpool.cli.options_file import Options
+from kvpool.errors import ArgumentError
 
 pytestmark = pytest.mark.timeout(600)  # it starts processes and waits for them
 HOW_TO = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "router.md"
@@ -167,6 +170,74 @@ def test_every_option_is_described():
     with pytest.raises(SystemExit):
         cli.main(["router", "--help"])
     described = set(re.findall(r"`(--[a-z-]+)", HOW_TO.read_text()))
-    parser_options = set(re.findall(r"add\(\s*\"(--[a-z-]+)\"", Path(cli.router.__file__).read_text()))
+    parser_options = set(re.findall(r"add\(\s*\"(--[a-z-]+)\"", Path(cli.router.__file__).read_text())) | {"--config"}
     assert described >= parser_options
     assert described <= parser_options
+
+
+# ---- the file of options
+
+
+def parsed(tmp_path: Path, content: str, *arguments: str) -> argparse.Namespace:
+    file = tmp_path / "router.toml"
+    file.write_text(content)
+    parser = argparse.ArgumentParser()
+    options = Options(parser)
+    add = options.add_to(parser)
+    add("--port", type=int, default=8000)
+    add("--cap", type=float, default=2.0)
+    add("--tls-key", type=Path)
+    add("--instances", default="")
+    add("--log-level", default="info", choices=["info", "debug"])
+    namespace = parser.parse_args(["--config", str(file), *arguments])
+    options.read_file(namespace)
+    return namespace
+
+
+def test_flags_count_before_the_file_wherever_they_stand(tmp_path):
+    said = (
+        'port = 9000\ncap = 3\ntls-key = "/k"\nlog-level = "debug"\n[instances]\na = "http://h:1"\nb = "http://h:2"\n'
+    )
+    got = parsed(tmp_path, said, "--port", "8000")  # the default, and said
+    assert (got.port, got.cap, got.tls_key, got.log_level) == (8000, 3.0, Path("/k"), "debug")
+    assert got.instances == "a=http://h:1,b=http://h:2"
+    assert parsed(tmp_path, 'instances = ["http://h:1", "http://h:2"]').instances == "http://h:1,http://h:2"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("prot = 1", "prot is no option"),
+        ("config = 'x'", "config is no option"),
+        ("port = 1.5", "without a fraction"),
+        ("port = true", "must be a number"),
+        ('cap = "2"', "must be a number"),
+        ("tls-key = 7", "must be a text"),
+        ('log-level = "loud"', "there are info, debug"),
+        ("port = ", "router.toml"),
+    ],
+)
+def test_a_wrong_file_says_where(tmp_path, content, message):
+    with pytest.raises(ArgumentError, match=message) as error:
+        parsed(tmp_path, content)
+    assert "router.toml" in str(error.value)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    parser = argparse.ArgumentParser()
+    options = Options(parser)
+    with pytest.raises(ArgumentError, match="No such file"):
+        options.read_file(parser.parse_args(["--config", str(tmp_path / "none.toml")]))
+
+
+def test_the_command_reads_a_file_with_both_halves(tmp_path):
+    with fakes("p1", "d1") as (prefill, decode):
+        file = tmp_path / "router.toml"
+        file.write_text(
+            f'health-interval = 0.2\n[prefill]\np1 = "{prefill.spec.url}"\n[decode]\nd1 = "{decode.spec.url}"\n'
+        )
+        with command("--config", str(file)) as (_, url, _), httpx.Client(timeout=PATIENCE_S, trust_env=False) as client:
+            eventually(lambda: client.get(f"{url}/health").json()["available"] == 2)
+            answer = client.post(f"{url}/v1/completions", json={"prompt": "x"})
+            assert answer.headers["x-kvpool-prefill"] == "p1"
+            assert answer.json()["instance"] == "d1"

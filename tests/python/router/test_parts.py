@@ -21,6 +21,7 @@ from kvpool.control.router.prompts import Asked
 from kvpool.control.router.settings import POLICIES
 from kvpool.control.router.upstream import passed_on
 from kvpool.errors import ArgumentError
+from kvpool.policy.routing import Kind
 
 A = InstanceSpec("a", "http://127.0.0.1:1")
 B = InstanceSpec("b", "http://127.0.0.1:2")
@@ -159,10 +160,10 @@ def test_each_lease_ends_once_and_the_books_close():
     for number, lease in enumerate(leases):
         with lease:
             if number % 3 == 0:
-                lease.first_byte()
+                lease.computed()
                 lease.finished()
             elif number % 3 == 1:
-                lease.first_byte()
+                lease.computed()
     assert sum(instance.in_flight for instance in fleet) == fleet.scheduler.in_flight == 0
 
 
@@ -171,14 +172,14 @@ def test_requests_sent_before_an_ejection_say_nothing_of_a_returned_instance():
     old = [fleet.lease(prompt(number)) for number in range(3)]
     instance = fleet.get("a")
     with old[0]:
-        old[0].broken()
+        old[0].seat.broken()
     assert instance.breaker.state.value == "out"
     clock.now += 1.0
     fleet.tick()
     assert instance.breaker.state.value == "trial"
     with old[1]:
-        assert old[1].instance_fell
-        old[1].broken()  # reported late
+        assert old[1].seat.fell
+        old[1].seat.broken()  # reported late
     assert instance.breaker.state.value == "trial"
     with fleet.lease(prompt(9)) as trial:
         with pytest.raises(Refusal):  # one at a time
@@ -187,7 +188,7 @@ def test_requests_sent_before_an_ejection_say_nothing_of_a_returned_instance():
             pass
         with pytest.raises(Refusal):
             fleet.lease(prompt(10))
-        trial.first_byte()
+        trial.computed()
         trial.finished()
     assert instance.breaker.state.value == "healthy"
     assert instance.in_flight == 0
@@ -196,7 +197,7 @@ def test_requests_sent_before_an_ejection_say_nothing_of_a_returned_instance():
 def test_a_trial_whose_client_left_can_be_made_again():
     fleet, clock = made_fleet(A)
     with fleet.lease(prompt(0)) as lease:
-        lease.broken()
+        lease.seat.broken()
     clock.now += 1.0
     fleet.tick()
     for _ in range(3):
@@ -230,11 +231,11 @@ def test_the_reason_that_keeps_a_newcomer_out_is_logged_when_it_changes():
 def test_the_tree_does_not_grow_forever():
     """At once, and by its longest unused: repeated prompts stay, however old they are."""
     fleet, clock = made_fleet(A, tree_blocks_max=100)
-    tree = fleet._tree
+    tree = fleet.scheduler.tree(Kind.COLOCATED)
     for number in range(50):
         for asked in (prompt(0), prompt(number)):  # of four blocks each
             with fleet.lease(asked) as lease:
-                lease.first_byte()
+                lease.computed()
                 lease.finished()
             assert len(tree) <= 100
         clock.now += 1.0
@@ -247,8 +248,8 @@ def test_the_tree_does_not_grow_forever():
 def test_a_reused_id_inherits_nothing():
     fleet, _ = made_fleet(A, B)
     with fleet.lease(prompt(0)) as lease:
-        home = lease.instance
-        lease.first_byte()
+        home = lease.seat.instance
+        lease.computed()
         lease.finished()
     fleet.remove(home.spec.name)
     again = fleet.add(InstanceSpec("c", "http://127.0.0.1:3"))
@@ -262,9 +263,9 @@ def test_a_reused_id_inherits_nothing():
 def test_every_policy_chooses(policy):
     fleet, _ = made_fleet(A, B, policy=policy)
     with fleet.lease(prompt(0)) as lease:
-        assert lease.instance.spec in (A, B)
-    with fleet.lease(prompt(0), tried=[lease.instance.number]) as other:
-        assert other.instance is not lease.instance
+        assert lease.seat.instance.spec in (A, B)
+    with fleet.lease(prompt(0), tried=[lease.seat.instance.number]) as other:
+        assert other.seat.instance is not lease.seat.instance
 
 
 # ---- costs

@@ -2,10 +2,11 @@
 
     server      two listeners, signals, the end
     app         the endpoints, of the public and of the operator
-    forward     one request: choose, send, retry, relay
+    forward     one request: choose, send, retry, relay; two where prefill and decode are apart
     intake      a request's body: held and read, or passed on as a stream    <- body, budget, exchange
     prompts     reads bodies; long ones in processes (kvpool.control.reading)
     fleet       the instances, their limits, the scheduler's input           <- health, upstream
+    lease       what a request holds at instances and at the scheduler
     probing     polls the instances' health, on a separate thread and loop
     events      where a stream of events may be cut
     settings    costs   errors   metrics   logs

@@ -73,11 +73,11 @@ def admin_app(router: Router) -> Starlette:
         try:
             fields = json.loads(body)
             url, name = fields["url"], fields.get("name")
-            spec = InstanceSpec.parse(url if name is None else f"{name}={url}")
+            spec = InstanceSpec.parse(url if name is None else f"{name}={url}", fields.get("role", "both"))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             if isinstance(error, ArgumentError):
                 raise
-            raise ArgumentError('the body must be {"url": "http://...", "name": "..."}') from error
+            raise ArgumentError('the body must be {"url": "http://...", "name": "...", "role": "..."}') from error
         router.add(spec)
         return JSONResponse({"name": spec.name, "url": spec.url}, 201)
 

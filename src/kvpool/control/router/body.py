@@ -40,6 +40,10 @@ class HeldBody:
         self.data = data
         self._turn = turn
 
+    def with_data(self, data: bytes) -> HeldBody:
+        """Other bytes in place of these."""
+        return HeldBody(data, self._turn)
+
     @property
     def length(self) -> int | None:
         """As Body.length."""

@@ -5,7 +5,7 @@ table, and the scheduler forgets what it had cached, because most instances come
 eased in like a new one. In the table it is open while it is not drained, is below its limit of requests, and has no
 trial request.
 
-A request holds a lease on its instance. However the request ends, the lease ends with it, exactly once.
+A request holds a lease (`lease.py`) on its instance, or on two: one that computes its prompt, and one that decodes.
 """
 
 from __future__ import annotations
@@ -13,122 +13,25 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, Final
 
-import anyio
-
+from kvpool.cluster import Role
 from kvpool.control.router.costs import cost_model
 from kvpool.control.router.errors import Refusal
 from kvpool.control.router.health import Breaker, State
+from kvpool.control.router.lease import Instance, Lease
 from kvpool.control.router.logs import event
 from kvpool.control.router.metrics import Metrics
 from kvpool.control.router.prompts import Asked
 from kvpool.control.router.settings import POLICIES, InstanceSpec, RouterSettings
 from kvpool.control.router.upstream import Upstream
 from kvpool.errors import ArgumentError, StateError
-from kvpool.policy.routing import Balance, Decision, GlobalScheduler, Kind, Request
+from kvpool.policy.routing import Balance, GlobalScheduler, Kind, PromptTree, Request
 
-__all__ = ["Fleet", "Instance", "Lease"]
+__all__ = ["Fleet"]
 
 _INSTANCES_MAX: Final = 1 << 14  # ids of kvpool.types
-
-
-class Instance:
-    """One instance and its books. Changed by the fleet alone.
-
-    Attributes:
-        number: Its id for the scheduler.
-        spec: Name and URL.
-        upstream: Sends to it.
-        breaker: Whether it is well.
-        draining: It gets no new requests.
-        in_flight: Requests that it has.
-        epoch: Raised when it is ejected: what was sent before says nothing of what came back.
-        wrong: The fault that the last probe found; None for none, and before the first probe.
-    """
-
-    def __init__(self, number: int, spec: InstanceSpec, upstream: Upstream, breaker: Breaker) -> None:
-        self.number = number
-        self.spec = spec
-        self.upstream = upstream
-        self.breaker = breaker
-        self.draining = False
-        self.in_flight = 0
-        self.epoch = 0
-        self.wrong: str | None = None
-        self.trying = False  # a trial is under way
-        self.in_table = False
-        self.waiting: set[anyio.CancelScope] = set()  # of requests that have no byte yet
-
-    @contextmanager
-    def awaited(self, timeout_s: float) -> Iterator[anyio.CancelScope]:
-        """A scope for waiting for a first byte: it ends by its time, or when the instance is ejected."""
-        with anyio.move_on_after(timeout_s) as scope:
-            self.waiting.add(scope)
-            try:
-                yield scope
-            finally:
-                self.waiting.discard(scope)
-
-
-class Lease:
-    """A request's place at an instance. A context manager; leaving it without `finished` counts as failed.
-
-    Attributes:
-        instance: The chosen one.
-        decision: What the scheduler said.
-    """
-
-    def __init__(self, fleet: Fleet, instance: Instance, decision: Decision) -> None:
-        self.instance = instance
-        self.decision = decision
-        self._fleet = fleet
-        self._epoch = instance.epoch
-        self._trial = instance.breaker.state is State.TRIAL
-        self._open = True
-
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._open:
-            self._end(self._fleet.scheduler.failed)
-
-    @property
-    def instance_fell(self) -> bool:
-        """The instance was ejected since."""
-        return self.instance.epoch != self._epoch
-
-    def first_byte(self) -> None:
-        """The answer has begun: the prompt is computed, the instance works."""
-        self._fleet.scheduler.first_token(self.decision.ticket)
-        if not self.instance_fell:
-            self.instance.breaker.answered()
-            self._fleet.refresh(self.instance)
-
-    def broken(self) -> None:
-        """The instance gave no answer, or broke off."""
-        if not self.instance_fell:
-            self.instance.breaker.request_failed()
-            self._fleet.refresh(self.instance)
-
-    def finished(self) -> None:
-        """The answer has passed."""
-        self._end(self._fleet.scheduler.finished)
-
-    def _end(self, tell: Callable[[int], None]) -> None:
-        self._open = False
-        self.instance.in_flight -= 1
-        if self._trial and not self.instance_fell:
-            self.instance.trying = False
-        try:
-            tell(self.decision.ticket)
-        finally:
-            self._fleet.refresh(self.instance)
+_KINDS: Final = {"prefill": Kind.PREFILL, "decode": Kind.DECODE, "both": Kind.COLOCATED}
 
 
 class Fleet:
@@ -157,7 +60,6 @@ class Fleet:
             holders_max=0,
             blocks_max=settings.tree_blocks_max,
         )
-        self._tree = self.scheduler.tree(Kind.COLOCATED)
         self._evicted_counted = 0  # the tree's evictions that the metrics contain
         self._by_name: dict[str, Instance] = {}
         self._by_number: dict[int, Instance] = {}
@@ -218,12 +120,13 @@ class Fleet:
             {
                 "name": instance.spec.name,
                 **({"url": instance.spec.url} if urls else {}),
+                "role": instance.spec.role,
                 "state": instance.breaker.state.value,
                 "draining": instance.draining,
                 "in_flight": instance.in_flight,
                 "in_flight_max": self._settings.in_flight_max,
-                "backlog_s": round(self.scheduler.backlog_s(instance.number), 6) if instance.in_table else None,
-                "cached_blocks": self._tree.blocks(instance.number) if instance.in_table else 0,
+                "backlog_s": self._backlog_s(instance),
+                "cached_blocks": self._tree_of(instance).blocks(instance.number) if instance.in_table else 0,
             }
             for instance in self
         ]
@@ -252,17 +155,17 @@ class Fleet:
         finally:
             for instance in kept_out:
                 self.refresh(instance)
-        instance = self._by_number[decision.instance]
-        lease = Lease(self, instance, decision)
-        instance.in_flight += 1
-        instance.trying = instance.trying or instance.breaker.state is State.TRIAL
-        self.refresh(instance)
+        decode = None if decision.decode is None else self._by_number[decision.decode]
+        lease = Lease(self.scheduler, self.refresh, decision, self._by_number[decision.instance], decode)
         self._metrics.decision.observe(time.perf_counter() - began)
         return lease
 
-    def has_other(self, tried: Collection[int]) -> bool:
-        """Whether an instance that was not tried may get a request now."""
-        return any(instance.number not in tried and self._open(instance) for instance in self)
+    def has_other(self, tried: Collection[int], role: Role) -> bool:
+        """Whether an instance that was not tried, and does what `role` does, may get a request now."""
+        return any(
+            instance.number not in tried and instance.spec.role in (role, "both") and self._open(instance)
+            for instance in self
+        )
 
     def probed(self, instance: Instance, wrong: str | None) -> None:
         """An instance was asked how it is.
@@ -307,12 +210,21 @@ class Fleet:
             self._metrics.up.labels(name).set(instance.in_table)
             self._metrics.draining.labels(name).set(instance.draining)
             self._metrics.in_flight.labels(name).set(instance.in_flight)
-        self._metrics.tree_blocks.set(len(self._tree))
-        evicted = self._tree.evicted
+        self._metrics.tree_blocks.set(sum(len(self.scheduler.tree(kind)) for kind in Kind))
+        evicted = self.scheduler.blocks_evicted
         self._metrics.tree_evicted.inc(evicted - self._evicted_counted)
         self._evicted_counted = evicted
 
     # ---- inside
+
+    def _tree_of(self, instance: Instance) -> PromptTree:
+        return self.scheduler.tree(_KINDS[instance.spec.role])
+
+    def _backlog_s(self, instance: Instance) -> float | None:
+        """Of one that computes prompts."""
+        if not instance.in_table or instance.spec.role == "decode":
+            return None
+        return round(self.scheduler.backlog_s(instance.number), 6)
 
     def _open(self, instance: Instance) -> bool:
         """Whether an instance may get another request now."""
@@ -321,7 +233,7 @@ class Fleet:
         return instance.in_table and not (instance.draining or full or busy_trial)
 
     def _join(self, instance: Instance) -> None:
-        self.scheduler.add_instance(instance.number)
+        self.scheduler.add_instance(instance.number, _KINDS[instance.spec.role])
         instance.in_table = True
         event(logging.INFO, "instance up", instance=instance.spec.name, state=instance.breaker.state.value)
 
@@ -335,8 +247,8 @@ class Fleet:
             scope.cancel()
 
     def _nobody(self) -> Refusal:
-        full = any(instance.in_table and not instance.draining for instance in self)
-        if full:
+        there = {instance.spec.role for instance in self if instance.in_table and not instance.draining}
+        if "both" in there or {"prefill", "decode"} <= there:
             return Refusal(503, "all instances are full", "overloaded", retry_after_s=1)
         pause_s = max(1, round(self._settings.health.interval_s))
         return Refusal(503, "no instance is there to answer", "no_instance", retry_after_s=pause_s)

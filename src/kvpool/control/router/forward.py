@@ -4,6 +4,10 @@ Until the client has a byte, an instance's failure is the router's business: ano
 most. After that byte it is the client's: a stream of events ends with an event that says so, any other body is cut
 short, so that no client takes a part for the whole.
 
+Where prefill and decode are apart, a request is two: its prompt goes to an instance that computes it and pushes the KV
+cache, and then, with what that one has answered, to the instance that decodes. Both are chosen anew for another try. A
+request that cannot be divided (its body was not held, or it has several prompts) is answered by the first alone.
+
     what fails before the first byte    tried elsewhere
     no connection                       always
     the connection broke, or the        when the request may be sent twice: completions and chats, GET and HEAD
@@ -22,14 +26,16 @@ from typing import Final
 import anyio
 from starlette.types import Receive, Scope, Send
 
+from kvpool.control.reading.halves import ANSWER_BYTES_MAX, divisible, for_decode, for_prefill, params_of
 from kvpool.control.router.auth import KeyCheck
 from kvpool.control.router.body import Body, HeldBody
 from kvpool.control.router.budget import Budget, Share
 from kvpool.control.router.errors import ClientGone, Refusal, error_event
 from kvpool.control.router.events import EventCutter
 from kvpool.control.router.exchange import Exchange
-from kvpool.control.router.fleet import Fleet, Lease
+from kvpool.control.router.fleet import Fleet
 from kvpool.control.router.intake import Intake
+from kvpool.control.router.lease import Lease, Seat
 from kvpool.control.router.logs import LOGGER, event
 from kvpool.control.router.metrics import Metrics
 from kvpool.control.router.paths import check_path
@@ -139,6 +145,7 @@ class Forwarder:
             status=exchange.status or None,
             outcome=outcome,
             instance=forwarding.instance,
+            prefill=forwarding.prefill,
             tries=forwarding.tries,
             prompt_tokens=forwarding.tokens,
             cached_tokens=forwarding.cached,
@@ -172,6 +179,7 @@ class _Forwarding:
         self.exchange = exchange
         self.outcome: str | None = None
         self.instance = "-"
+        self.prefill: str | None = None  # the instance that has computed the prompt, if that is another one
         self.tries = 0
         self._tried: list[int] = []  # numbers of instances
         self.tokens = self.cached = 0
@@ -208,16 +216,14 @@ class _Forwarding:
                     raise
                 raise Refusal(502, f"{failure}, and there is no other", "upstream_failed") from refusal
             with lease:
-                self.instance = lease.instance.spec.name
                 self.tries += 1
-                self._tried.append(lease.instance.number)
                 try:
-                    answer = await self._open(lease, asked, load.body)
+                    seat, answer = await self._answer(lease, asked, load.body)
                 except _Elsewhere as error:
                     failure = error
                 else:
                     load.drop()
-                    await self._relay(lease, asked, answer)
+                    await self._relay(lease, seat, asked, answer)
                     return
             if self.tries > self._settings.retries:
                 raise Refusal(502, f"{failure}; it was the last of {self.tries} that were tried", "upstream_failed")
@@ -225,27 +231,63 @@ class _Forwarding:
 
     # ---- until the first byte
 
-    async def _open(self, lease: Lease, asked: Asked, body: Body) -> Answer:
+    async def _answer(self, lease: Lease, asked: Asked, body: Body) -> tuple[Seat, Answer]:
+        """The answer that the client gets, and whose it is. Raises _Elsewhere, or Refusal."""
+        seat, decode = lease.seat, lease.decode
+        if decode is None or not isinstance(body, HeldBody) or self._kind == "other" or not divisible(body.data):
+            answer = await self._open(seat, asked, body)
+            lease.computed()
+            return seat, answer
+        mine = for_prefill(body.data, self._kind == "chat", decode.instance.spec.name)
+        answer = await self._open(seat, asked, body.with_data(mine))
+        lease.computed()
+        if answer.status != 200:
+            return seat, answer
+        params = params_of(await self._whole(seat, answer))
+        seat.leave()
+        self._tried.remove(seat.instance.number)  # if decode fails, it may compute the prompt again: it has it cached
+        self.prefill = seat.instance.spec.name
+        answer = await self._open(decode, asked, body.with_data(for_decode(body.data, params)))
+        decode.answered()
+        return decode, answer
+
+    async def _whole(self, seat: Seat, answer: Answer) -> bytes:
+        """The body of prefill's answer. Raises _Elsewhere."""
+        data = bytearray(answer.first)
+        try:
+            while len(data) <= ANSWER_BYTES_MAX and (piece := await self._next(answer)):
+                data += piece
+        except UpstreamError as error:
+            if not isinstance(error.__cause__, TimeoutError):
+                seat.broken()
+            raise _Elsewhere(str(error)) from error
+        finally:
+            await answer.close()
+        return bytes(data)
+
+    async def _open(self, seat: Seat, asked: Asked, body: Body) -> Answer:
         """Sends the request. Raises _Elsewhere, or Refusal when another instance would not help."""
         exchange, idempotent = self.exchange, self._kind != "other" or self.exchange.method in ("GET", "HEAD")
-        with lease.instance.awaited(min(self._settings.first_byte_timeout_s, self._left_s())) as scope:
+        self.instance = seat.instance.spec.name
+        self._tried.append(seat.instance.number)
+        with seat.instance.awaited(min(self._settings.first_byte_timeout_s, self._left_s())) as scope:
             try:
-                upstream = lease.instance.upstream
+                upstream = seat.instance.upstream
                 answer = await upstream.open(exchange.method, exchange.path, self._headers(asked), body)
             except UpstreamError as error:
                 if error.ours:
                     raise Refusal(503, str(error), "overloaded", 1) from error
-                lease.broken()
+                seat.broken()
                 if not body.may_be_sent or (error.sent and not idempotent):
                     raise Refusal(502, str(error), "upstream_failed") from error
                 raise _Elsewhere(str(error)) from error
         twice = idempotent and body.may_be_sent
-        if scope.cancelled_caught and lease.instance_fell:
+        if scope.cancelled_caught and seat.fell:
             fell = "the instance fell out while it was waited for"
             raise _Elsewhere(fell) if twice else Refusal(502, fell, "upstream_failed")
         if scope.cancelled_caught:
             raise Refusal(504, "the instance sent nothing in time", "upstream_timeout")
-        others = self.tries <= self._settings.retries and self._fleet.has_other(self._tried)
+        others = self.tries <= self._settings.retries and self._fleet.has_other(self._tried, seat.instance.spec.role)
         if answer.status in _TRY_ELSEWHERE and twice and others:
             await answer.close()
             raise _Elsewhere(f"the instance said {answer.status}")
@@ -268,13 +310,15 @@ class _Forwarding:
 
     # ---- from the first byte on
 
-    async def _relay(self, lease: Lease, asked: Asked, answer: Answer) -> None:
+    async def _relay(self, lease: Lease, seat: Seat, asked: Asked, answer: Answer) -> None:
         try:
-            lease.first_byte()
             self._first_byte(lease, asked)
             headers = [*answer.headers, (b"x-kvpool-instance", self.instance.encode())]
+            if self.prefill is not None:
+                headers.append((b"x-kvpool-prefill", self.prefill.encode()))
             await self.exchange.start(answer.status, headers)
-            await (self._relay_events(lease, answer) if answer.is_events else self._relay_body(lease, answer))
+            relay = self._relay_events if answer.is_events else self._relay_body
+            await relay(lease, seat, answer)
         finally:
             await answer.close()
 
@@ -286,7 +330,7 @@ class _Forwarding:
             self._metrics.tokens.inc(self.tokens)
             self._metrics.cached.inc(self.cached)
 
-    async def _relay_body(self, lease: Lease, answer: Answer) -> None:
+    async def _relay_body(self, lease: Lease, seat: Seat, answer: Answer) -> None:
         piece = answer.first
         try:
             while piece:
@@ -294,12 +338,12 @@ class _Forwarding:
                 piece = await self._next(answer)
         except UpstreamError as error:
             # The body stays unfinished, so the server closes the connection: the client sees that something is missing.
-            self._broke(lease, error)
+            self._broke(seat, error)
             return
         self._finish(lease)
         await self.exchange.piece(b"", more=False)
 
-    async def _relay_events(self, lease: Lease, answer: Answer) -> None:
+    async def _relay_events(self, lease: Lease, seat: Seat, answer: Answer) -> None:
         cutter, piece = EventCutter(), answer.first
         try:
             while piece:
@@ -311,7 +355,7 @@ class _Forwarding:
                 self._finish(lease)
                 await self.exchange.piece(b"", more=False)
                 return
-            self._broke(lease, error)
+            self._broke(seat, error)
             await self.exchange.piece(error_event(str(error), "upstream_failed"), more=False)
             return
         self._finish(lease)
@@ -329,8 +373,8 @@ class _Forwarding:
         lease.finished()
         self.outcome = "done"
 
-    def _broke(self, lease: Lease, error: UpstreamError) -> None:
+    def _broke(self, seat: Seat, error: UpstreamError) -> None:
         if not isinstance(error.__cause__, TimeoutError):
-            lease.broken()
+            seat.broken()
         self._metrics.broken.labels(self.instance).inc()
         self.outcome = "broken"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
-from kvpool.control.router.fleet import Instance
+from kvpool.control.router.lease import Instance
 from kvpool.control.router.logs import LOGGER
 from kvpool.control.router.settings import HealthSettings
 from kvpool.control.router.upstream import Prober, UpstreamError

@@ -8,9 +8,10 @@ from contextlib import asynccontextmanager, suppress
 from typing import Final
 
 from kvpool.control.router.budget import Budget
-from kvpool.control.router.fleet import Fleet, Instance
+from kvpool.control.router.fleet import Fleet
 from kvpool.control.router.forward import Forwarder
 from kvpool.control.router.intake import Intake
+from kvpool.control.router.lease import Instance
 from kvpool.control.router.logs import LOGGER
 from kvpool.control.router.metrics import Metrics
 from kvpool.control.router.probing import Probing

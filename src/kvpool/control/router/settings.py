@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 from re import fullmatch, sub
-from typing import Final
+from typing import Final, get_args
 from urllib.parse import urlsplit
 
+from kvpool.cluster import Role
 from kvpool.control.reading.prompts import INLINE_BYTES
 from kvpool.control.router.budget import STREAM_BYTES, Budget
 from kvpool.errors import ArgumentError
@@ -39,10 +40,12 @@ class InstanceSpec:
     Attributes:
         name: In metrics, logs and headers: letters, digits and `._:-`, at most 64 of them.
         url: http:// or https://, a host, and a path before `/v1` where there is one.
+        role: "prefill" computes prompts for those that "decode"; "both" answers alone.
     """
 
     name: str
     url: str
+    role: Role = "both"
 
     def __post_init__(self) -> None:
         try:
@@ -56,15 +59,17 @@ class InstanceSpec:
             raise ArgumentError(f"instance {self.name}: a URL with a query, a fragment or a password is refused")
         if not fullmatch(r"[A-Za-z0-9._:-]{1,64}", self.name):
             raise ArgumentError(f"instance name {self.name!r}: letters, digits and ._:- only, at most 64")
+        if self.role not in get_args(Role):
+            raise ArgumentError(f"instance {self.name}: role {self.role!r}; there are {', '.join(get_args(Role))}")
 
     @classmethod
-    def parse(cls, text: str) -> InstanceSpec:
+    def parse(cls, text: str, role: Role = "both") -> InstanceSpec:
         """From `URL` or `NAME=URL`; the name is host:port where none is given. Raises ArgumentError."""
         name, equals, url = text.strip().partition("=")
         if not equals:
             name, url = "", text.strip()
         url = url.rstrip("/")
-        return cls(name or sub(r"[^A-Za-z0-9._:-]", "", urlsplit(url).netloc) or "?", url)
+        return cls(name or sub(r"[^A-Za-z0-9._:-]", "", urlsplit(url).netloc) or "?", url, role)
 
 
 @dataclass(frozen=True)
@@ -194,6 +199,9 @@ class RouterSettings:
             values = [getattr(spec, seen) for spec in self.instances]
             if twice := sorted({value for value in values if values.count(value) > 1}):
                 raise ArgumentError(f"instances: {', '.join(twice)} is there twice")
+        roles = {spec.role for spec in self.instances}
+        if len(roles & {"prefill", "decode"}) == 1:
+            raise ArgumentError(f"instances that only {(roles - {'both'}).pop()}, and none for the other half")
         for name, port in (("port", self.port), ("admin_port", self.admin_port)):
             if port is not None and not 0 <= port < 1 << 16:
                 raise ArgumentError(f"{name} is {port}; it must be from 0 to 65535")
