@@ -135,6 +135,7 @@ class Pool(NetworkedPool):
         name: str | None = None,
         role: Role = "both",
         listen: str | Sequence[str] | None = None,
+        url: str = "",
         timeout: float | None = None,
     ) -> Attachment:
         """Makes this pool a member of a cluster: from then on every verb reaches every member by its name.
@@ -154,6 +155,7 @@ class Pool(NetworkedPool):
             role: "prefill", "decode" or "both".
             listen: The addresses for peers, one or several, the best first. By default a Unix socket in a cluster of
                 one machine, and TCP on the loopback in others: name an interface for other hosts.
+            url: Where the engine of this pool answers HTTP, for routers: "http://10.0.0.1:8000", without `/v1`.
             timeout: Seconds; None: the setting ``timeout_s`` plus two leases, for which the directory may have to wait:
                 one for the name of a dead member, one, if etcd lists no members, for members that may be coming back.
 
@@ -174,7 +176,7 @@ class Pool(NetworkedPool):
             if self._attachment is not None:
                 state = "has left its cluster: make a new one" if self._attachment.closed else "is attached already"
                 raise StateError(f"this pool {state}")
-            self._attachment = attach(self, cluster, name=name, role=role, listen=listen, timeout=timeout)
+            self._attachment = attach(self, cluster, name=name, role=role, listen=listen, url=url, timeout=timeout)
             return self._attachment
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from kvpool.errors import ArgumentError, Unsupported
 
 if TYPE_CHECKING:
     from kvpool.cluster import Role
-    from kvpool.control.router import InstanceSpec
+    from kvpool.control.router import ClusterSettings, InstanceSpec
 
 _MIB = 1 << 20
 _KIB = 1 << 10
@@ -65,6 +65,14 @@ def add_parser(commands: Any) -> None:
     )
     add("--tokenizer", type=Path, metavar="FILE", help="tokenizer.json of the model; four bytes a token without one")
     add("--log-level", default="info", choices=["debug", "info", "warning", "error"], help="of the lines on stderr")
+
+    cluster = parser.add_argument_group("cluster")
+    add = options.add_to(cluster)
+    add("--cluster", metavar="URL", help="its members that publish a URL become instances: local://NAME or etcd://...")
+    add("--cluster-tls-ca", metavar="FILE", help="CA certificates for etcd's certificate")
+    add("--cluster-tls-cert", metavar="FILE", help="client certificate for etcd")
+    add("--cluster-tls-key", metavar="FILE", help="key to it")
+    add("--cluster-user", metavar="NAME", help="user name for etcd; set the password in KVPOOL_ETCD_PASSWORD")
 
     security = parser.add_argument_group("security")
     add = options.add_to(security)
@@ -148,6 +156,18 @@ def _specs(text: str, role: Role) -> list[InstanceSpec]:
     return [InstanceSpec.parse(each, role) for each in text.split(",") if each.strip()]
 
 
+def _cluster(given: argparse.Namespace) -> ClusterSettings | None:
+    from kvpool.control.router import ClusterSettings
+
+    if given.cluster is None:
+        return None
+    user = given.cluster_user
+    password = os.environ.get("KVPOOL_ETCD_PASSWORD") if user else None
+    return ClusterSettings(
+        given.cluster, given.cluster_tls_ca, given.cluster_tls_cert, given.cluster_tls_key, user, password
+    )
+
+
 def _run(options: Options, arguments: argparse.Namespace) -> None:
     try:
         from kvpool.control import router
@@ -162,6 +182,7 @@ def _run(options: Options, arguments: argparse.Namespace) -> None:
             *_specs(given.prefill, "prefill"),
             *_specs(given.decode, "decode"),
         ),
+        cluster=_cluster(given),
         policy=given.policy,
         host=given.host,
         port=given.port,
@@ -207,7 +228,7 @@ def _run(options: Options, arguments: argparse.Namespace) -> None:
         warmup_s=given.warmup,
         tree_blocks_max=given.tree_blocks,
     )
-    if not settings.instances:
-        raise ArgumentError("no instance is named: --instances, or --prefill and --decode")
+    if not settings.instances and settings.cluster is None:
+        raise ArgumentError("no instance is named: --instances, --prefill and --decode, or --cluster")
     logs.write_to(sys.stderr, given.log_level)
     router.serve(settings)

@@ -217,6 +217,7 @@ class Cluster:
         hbm_blocks: int = 0,
         dram_blocks: int = 0,
         load: Load | None = None,
+        url: str = "",
         timeout: float | None = None,
     ) -> Registration:
         """Makes this process a member. For integrators: `Pool.attach` calls this.
@@ -236,6 +237,7 @@ class Cluster:
             hbm_blocks: Its capacity in HBM.
             dram_blocks: Its capacity in DRAM.
             load: How busy it is at first.
+            url: Where its engine answers HTTP.
             timeout: Seconds to wait for the directory, and for the name. None: 10 plus two leases: one for a dead
                 member to lose the name, one for members that may be coming back to an etcd that has lost its data.
 
@@ -257,6 +259,7 @@ class Cluster:
         record = Member(
             name, 0, incarnation, role, tuple(endpoints) if isinstance(endpoints, list) else endpoints,  # type: ignore[arg-type]
             {} if layout is None else layout, model, parallel, hbm_blocks, dram_blocks, load or Load(),
+            url=url,
         )  # fmt: skip
         record.to_bytes()  # checks its length
         until = time.monotonic() + _seconds(timeout, _DIRECTORY_S + 2 * self.lease_s)

@@ -133,6 +133,7 @@ class Member:
             part.
         rebalancing: What it runs, and what it plans for all, as JSON, as kvpool.control.rebalancing last published it;
             empty if it takes no part.
+        url: Where its engine answers HTTP, without `/v1`: "http://10.0.0.1:8000"; empty if it publishes none.
         state: "up"; or "draining": it finishes its requests and takes no new ones.
         term: How often it has lost its lease and come back. Each new term voids its earlier links and reservations.
         since_ns: When this process first saw this incarnation in this term (CLOCK_MONOTONIC). Not compared.
@@ -153,6 +154,7 @@ class Member:
     rebalancing: Mapping[str, Any] = field(default_factory=dict)
     state: State = "up"
     term: int = 0
+    url: str = ""
     since_ns: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
@@ -171,6 +173,7 @@ class Member:
         _check_choice("state", self.state, get_args(State))
         object.__setattr__(self, "endpoints", _checked_endpoints(self.endpoints))
         _check_text("model", self.model, _TEXT_BYTES_MAX)
+        _check_text("url", self.url, _TEXT_BYTES_MAX)
         if not isinstance(self.layout, Mapping):
             raise _wrong_type("layout", "a dict", self.layout)
         if self.parallel is not None and not isinstance(self.parallel, Mapping):

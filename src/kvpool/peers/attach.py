@@ -31,6 +31,7 @@ def attach(
     name: str | None,
     role: Role,
     listen: str | Sequence[str] | None,
+    url: str,
     timeout: float | None,
 ) -> Attachment:
     """Makes a pool a member: see `Pool.attach`. If it fails, pool and cluster are unchanged."""
@@ -62,6 +63,7 @@ def attach(
             hbm_blocks=stats["hbm"]["capacity"],
             dram_blocks=stats["dram"]["capacity"],
             load=load_of(pool, 0),
+            url=url,
             timeout=wanted.timeout_s + 2 * cluster.lease_s if timeout is None else timeout,
         )
         try:

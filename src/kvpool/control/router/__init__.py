@@ -7,6 +7,7 @@
     prompts     reads bodies; long ones in processes (kvpool.control.reading)
     fleet       the instances, their limits, the scheduler's input           <- health, upstream
     lease       what a request holds at instances and at the scheduler
+    members     a cluster's members as instances
     probing     polls the instances' health, on a separate thread and loop
     events      where a stream of events may be cut
     settings    costs   errors   metrics   logs
@@ -17,6 +18,15 @@ Needs the extra `kvpool[router]`. One event loop owns everything but the probing
 from kvpool.control.router.app import admin_app, public_app
 from kvpool.control.router.server import serve
 from kvpool.control.router.service import Router
-from kvpool.control.router.settings import HealthSettings, InstanceSpec, RouterSettings
+from kvpool.control.router.settings import ClusterSettings, HealthSettings, InstanceSpec, RouterSettings
 
-__all__ = ["HealthSettings", "InstanceSpec", "Router", "RouterSettings", "admin_app", "public_app", "serve"]
+__all__ = [
+    "ClusterSettings",
+    "HealthSettings",
+    "InstanceSpec",
+    "Router",
+    "RouterSettings",
+    "admin_app",
+    "public_app",
+    "serve",
+]

@@ -84,6 +84,10 @@ class Fleet:
         self.refresh(instance)
         return instance
 
+    def find(self, name: str) -> Instance | None:
+        """By name."""
+        return self._by_name.get(name)
+
     def get(self, name: str) -> Instance:
         """By name. Raises ArgumentError for one that is not there."""
         if name not in self._by_name:

@@ -7,12 +7,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Final
 
+import anyio.to_thread
+
 from kvpool.control.router.budget import Budget
 from kvpool.control.router.fleet import Fleet
 from kvpool.control.router.forward import Forwarder
 from kvpool.control.router.intake import Intake
 from kvpool.control.router.lease import Instance
 from kvpool.control.router.logs import LOGGER
+from kvpool.control.router.members import ClusterInstances
 from kvpool.control.router.metrics import Metrics
 from kvpool.control.router.probing import Probing
 from kvpool.control.router.prompts import Kind, PromptReader
@@ -31,7 +34,8 @@ class Router:
         settings: All that can be said.
 
     Raises:
-        ArgumentError: The profile or the tokenizer is invalid.
+        ArgumentError: The profile, the tokenizer or the cluster's URL is invalid.
+        DeadlineExceeded, AuthError, StateError: There is a cluster, and it cannot be joined.
         Unsupported: A tokenizer is given, and its package is missing.
     """
 
@@ -45,6 +49,9 @@ class Router:
             settings.tokenizer, settings.prompt_bytes_max, settings.readers, settings.reader_wait_s
         )
         self._probing = Probing(settings.health, self.fleet.probed)
+        self._members: ClusterInstances | None = None
+        if settings.cluster is not None:
+            self._members = ClusterInstances(settings.cluster, self.fleet, self.add, self.remove)
 
     def forwarder(self, kind: Kind) -> Forwarder:
         """The ASGI application of an endpoint."""
@@ -63,6 +70,8 @@ class Router:
             ticking.cancel()
             with suppress(asyncio.CancelledError):
                 await ticking
+            if self._members is not None:
+                await anyio.to_thread.run_sync(self._members.close)
             await self._probing.close()
             for instance in self.fleet:
                 await instance.upstream.close()
@@ -92,6 +101,8 @@ class Router:
             await asyncio.sleep(_TICK_S)
             ticks += 1
             try:
+                if self._members is not None:
+                    await self._members.reconcile()
                 self.fleet.tick()
                 if ticks % _EXPIRE_TICKS == 0:
                     self.fleet.scheduler.expire()

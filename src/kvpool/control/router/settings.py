@@ -16,7 +16,7 @@ from kvpool.control.router.budget import STREAM_BYTES, Budget
 from kvpool.errors import ArgumentError
 from kvpool.policy.routing import LeastLoad, LongestPrefix, Policy, QueuePlusExec, SessionId
 
-__all__ = ["POLICIES", "HealthSettings", "InstanceSpec", "RouterSettings"]
+__all__ = ["POLICIES", "ClusterSettings", "HealthSettings", "InstanceSpec", "RouterSettings"]
 
 POLICIES: Final[Mapping[str, Callable[[], Policy]]] = {
     "queue-plus-exec": QueuePlusExec,
@@ -110,11 +110,33 @@ class HealthSettings:
 
 
 @dataclass(frozen=True)
+class ClusterSettings:
+    """A cluster whose members become instances.
+
+    Attributes:
+        url: As for Cluster.join: "local://NAME" or "etcd://HOST:PORT/PREFIX".
+        tls_ca: File of the CA certificates for etcd's certificate; None: the system's.
+        tls_cert: File of the client certificate; None if etcd wants none.
+        tls_key: File of its key.
+        user: User name for etcd.
+        password: Of that user.
+    """
+
+    url: str
+    tls_ca: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    user: str | None = None
+    password: str | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
 class RouterSettings:
     """All of it. Times are seconds of the monotonic clock.
 
     Attributes:
         instances: To begin with; the operator may add and remove some later.
+        cluster: Whose members that publish a URL become instances, too; None for no cluster.
         policy: One of POLICIES.
         host: Where the public listener binds; loopback unless asked.
         port: Its port; 0 takes a free one.
@@ -156,6 +178,7 @@ class RouterSettings:
     """
 
     instances: tuple[InstanceSpec, ...]
+    cluster: ClusterSettings | None = None
     policy: str = "queue-plus-exec"
     host: str = "127.0.0.1"
     port: int = 8000
@@ -200,7 +223,7 @@ class RouterSettings:
             if twice := sorted({value for value in values if values.count(value) > 1}):
                 raise ArgumentError(f"instances: {', '.join(twice)} is there twice")
         roles = {spec.role for spec in self.instances}
-        if len(roles & {"prefill", "decode"}) == 1:
+        if self.cluster is None and len(roles & {"prefill", "decode"}) == 1:
             raise ArgumentError(f"instances that only {(roles - {'both'}).pop()}, and none for the other half")
         for name, port in (("port", self.port), ("admin_port", self.admin_port)):
             if port is not None and not 0 <= port < 1 << 16:

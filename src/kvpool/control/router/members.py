@@ -1,0 +1,121 @@
+"""Members of a cluster as instances: those that publish the URL of their engine come and go by themselves.
+
+The wanted state is what the cluster last said; every half second the fleet is brought towards it. A member that leaves,
+is lost or has come back as another process gets no new requests, and is removed when its last one has ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kvpool.cluster import Cluster, Member, MemberEvent
+from kvpool.control.router.fleet import Fleet
+from kvpool.control.router.logs import event
+from kvpool.control.router.settings import ClusterSettings, InstanceSpec
+from kvpool.errors import ArgumentError
+
+__all__ = ["ClusterInstances"]
+
+
+@dataclass
+class _Followed:
+    """A member that became an instance, or could not."""
+
+    member: Member
+    there: bool
+    drained: bool = False  # because the member drains; the operator's own draining is his
+
+
+class ClusterInstances:
+    """Brings the fleet to what the cluster says. `reconcile` belongs to the fleet's event loop.
+
+    Args:
+        settings: Which cluster.
+        fleet: The instances; those that the operator has named are left alone.
+        add: Adds an instance.
+        remove: Removes one that has no requests.
+
+    Raises:
+        ArgumentError, DeadlineExceeded, AuthError, StateError: As Cluster.join.
+    """
+
+    def __init__(
+        self,
+        settings: ClusterSettings,
+        fleet: Fleet,
+        add: Callable[[InstanceSpec], Any],
+        remove: Callable[[str], Awaitable[None]],
+    ) -> None:
+        self._cluster = Cluster.join(
+            settings.url,
+            tls_ca=settings.tls_ca,
+            tls_cert=settings.tls_cert,
+            tls_key=settings.tls_key,
+            user=settings.user,
+            password=settings.password,
+        )
+        self._fleet = fleet
+        self._add = add
+        self._remove = remove
+        self._events: queue.SimpleQueue[MemberEvent] = queue.SimpleQueue()
+        self._wanted: dict[str, Member] = {}
+        self._followed: dict[str, _Followed] = {}
+        self._watch = self._cluster.on_change(self._events.put)
+
+    async def reconcile(self) -> None:
+        """Applies what the cluster has said since the last call."""
+        while not self._events.empty():  # this loop alone takes from it
+            happened = self._events.get()
+            self._wanted.pop(happened.member.name, None)
+            if happened.kind in ("joined", "changed") and happened.member.url:
+                self._wanted[happened.member.name] = happened.member
+        for name, followed in list(self._followed.items()):
+            wanted = self._wanted.get(name)
+            if wanted is None or not _same(followed.member, wanted):
+                await self._retire(name, followed)
+            elif followed.there:
+                self._drain(followed, wanted.state != "up")
+        for name, member in self._wanted.items():
+            if name not in self._followed:
+                self._follow(member)
+
+    def close(self) -> None:
+        """Stops to watch. Idempotent."""
+        self._watch.close()
+        self._cluster.close()
+
+    # ---- inside
+
+    def _follow(self, member: Member) -> None:
+        """The member becomes an instance. One that cannot is not tried again before it publishes something else."""
+        self._followed[member.name] = followed = _Followed(member, there=False)
+        try:
+            self._add(InstanceSpec(member.name, member.url.rstrip("/"), member.role))
+        except ArgumentError as error:
+            event(logging.WARNING, "member not routed to", member=member.name, cause=str(error))
+            return
+        followed.there = True
+        self._drain(followed, member.state != "up")
+
+    async def _retire(self, name: str, followed: _Followed) -> None:
+        instance = self._fleet.find(name) if followed.there else None
+        if instance is not None and instance.in_flight:
+            self._drain(followed, True)
+            return  # until its requests have ended
+        if instance is not None:
+            await self._remove(name)
+        del self._followed[name]
+
+    def _drain(self, followed: _Followed, draining: bool) -> None:
+        name = followed.member.name
+        if draining != followed.drained and self._fleet.find(name) is not None:  # else the operator has removed it
+            self._fleet.set_draining(name, draining)
+            followed.drained = draining
+
+
+def _same(one: Member, other: Member) -> bool:
+    return one.same_incarnation(other) and (one.url, one.role) == (other.url, other.role)

@@ -1,0 +1,136 @@
+"""Instances that come from a cluster: members with a URL come, drain, go and come back."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from router.router_kit import Fake, Running, asked_of, eventually, fakes, logged, routing, unheard
+
+import kvpool
+from kvpool.control.router import ClusterSettings, InstanceSpec, RouterSettings
+
+incarnations = itertools.count(1)
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    url = f"local://router-{secrets.token_hex(6)}"
+    yield url
+    kvpool.Cluster.forget(url)
+
+
+@contextmanager
+def member(url: str, name: str, fake: Fake | None = None, address: str = "", role: str = "both"):
+    """A member, in this process, that publishes the fake's URL."""
+    with kvpool.Cluster.join(url) as cluster:
+        at = address if fake is None else fake.spec.url
+        yield cluster.register(name=name, role=role, incarnation=next(incarnations), url=at)
+
+
+@contextmanager
+def routing_members(url: str, *instances, **settings) -> Iterator[Running]:
+    with routing(*instances, up=len(instances), cluster=ClusterSettings(url), **settings) as running:
+        yield running
+
+
+def up(running: Running) -> set[str]:
+    return {name for name, each in running.states().items() if each["state"] == "healthy" and not each["draining"]}
+
+
+def test_members_come_and_go_by_themselves(url):
+    with fakes("a", "b") as (one, other), routing_members(url) as running:
+        assert running.complete().status_code == 503
+        with member(url, "a", one):
+            eventually(lambda: up(running) == {"a"})
+            with member(url, "b", other):
+                eventually(lambda: up(running) == {"a", "b"})
+            eventually(lambda: set(running.states()) == {"a"})
+            assert running.where("x") == "a"
+        eventually(lambda: running.states() == {})
+        assert running.complete().status_code == 503
+
+
+def test_a_draining_member_gets_nothing_new_and_its_requests_end(url):
+    with fakes("a", "b") as (one, other), routing_members(url, other) as running, member(url, "a", one) as entry:
+        eventually(lambda: up(running) == {"a", "b"})
+        running.admin.post("/instances/b/drain")
+        fields = {"prompt": "x", "stream": True, "hold_at": 1}
+        with running.client.stream("POST", "/v1/completions", json=fields) as response:
+            running.admin.post("/instances/b/resume")
+            entry.publish(state="draining")
+            eventually(lambda: running.states()["a"]["draining"])
+            assert {running.where(f"{number}") for number in range(4)} == {"b"}
+            entry.leave()
+            eventually(lambda: running.router._members._wanted == {})
+            assert running.states()["a"]["in_flight"] == 1
+            one.released.set()
+            assert response.read().endswith(b"[DONE]\n\n")
+        eventually(lambda: "a" not in running.states())
+
+
+def test_a_member_that_comes_back_is_a_new_instance(url):
+    """At another address, and with nothing cached."""
+    with fakes("a1", "a2") as (old, new), routing_members(url) as running:
+        with member(url, "a", old):
+            eventually(lambda: up(running) == {"a"})
+            running.complete("A long prompt. " * 40)
+            assert running.states()["a"]["cached_blocks"]
+        with member(url, "a", new):
+            eventually(lambda: up(running) == {"a"} and running.states()["a"]["cached_blocks"] == 0)
+            eventually(lambda: running.complete().json().get("instance") == "a2")
+
+
+def test_both_halves_come_from_a_cluster(url):
+    with (
+        fakes("p1", "d1") as (prefill, decode),
+        routing_members(url) as running,
+        member(url, "p1", prefill, role="prefill"),
+        member(url, "d1", decode, role="decode"),
+    ):
+        eventually(lambda: up(running) == {"p1", "d1"})
+        assert running.complete().headers["x-kvpool-prefill"] == "p1"
+        assert asked_of(prefill)[0]["kv_transfer_params"] == {"kvpool": {"to": "d1"}}
+
+
+def test_members_without_a_url_or_with_a_bad_one_are_left_alone(url):
+    with fakes("a") as (one,), logged() as records, routing_members(url, one) as running:
+        with (
+            member(url, "silent"),
+            member(url, "bad", address="not a url"),
+            member(url, "spaces in its name", address="http://127.0.0.1:9"),
+            member(url, "a", address="http://127.0.0.1:9"),  # the operator's instance has the name
+        ):
+            eventually(lambda: sum(each.msg == "member not routed to" for each in records) == 3)
+            assert set(running.states()) == {"a"}
+            assert running.where("x") == "a"
+        eventually(lambda: running.router._members._followed == {})
+        assert set(running.states()) == {"a"}, "the operator's instance stays"
+
+
+def test_what_the_operator_removes_stays_out(url):
+    with fakes("a") as (one,), routing_members(url) as running:
+        with member(url, "a", one) as entry:
+            eventually(lambda: up(running) == {"a"})
+            assert running.admin.delete("/instances/a").status_code == 204
+            entry.publish(load=kvpool.Load(requests=1))
+            eventually(lambda: running.router._members._wanted["a"].load.requests == 1)
+            assert running.states() == {}
+        eventually(lambda: running.router._members._followed == {})
+        with member(url, "a", one):  # started again
+            eventually(lambda: up(running) == {"a"})
+
+
+def test_half_a_fleet_is_no_error_where_a_cluster_brings_the_rest():
+    half = InstanceSpec("p", "http://h:1", "prefill")
+    assert RouterSettings((half,), cluster=ClusterSettings("local://x")).instances == (half,)
+
+
+def test_a_cluster_that_is_not_there():
+    with unheard() as port, pytest.raises(kvpool.ArgumentError):
+        from kvpool.control.router import Router
+
+        Router(RouterSettings((), cluster=ClusterSettings(f"nonsense://127.0.0.1:{port}")))
