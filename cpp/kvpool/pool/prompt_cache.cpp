@@ -29,7 +29,7 @@ IndexHit PromptCache::match_for_peer(std::string_view name_space, const Token* t
                                      Address* out) {
   IndexHit hit = index_.match(name_space, tokens, n_tokens, out);
   std::size_t local = 0;
-  while (local < hit.pages && blocks_.is_local(out[local])) ++local;
+  while (local < hit.pages && blocks_.is_local(out[local]) && !blocks_.filling(out[local])) ++local;
   hit.pages = local;
   return hit;
 }
