@@ -168,7 +168,7 @@ TEST_CASE("threads that match, forget and insert the same prompts lose no block 
       Found found = match(pool, tokens);
       if (found.hit.pages == 4 && (step + seed) % 2 == 0) {
         pool->forget({&found.addresses[static_cast<std::size_t>(step) % 4], 1});
-        // Pinned here: nobody else gets these blocks, whoever forgets them.
+        // Pinned here: no other thread gets these blocks, although they are forgotten.
         for (const Address address : found.addresses) CHECK(has_stamp(*pool, address, address));
         continue;
       }

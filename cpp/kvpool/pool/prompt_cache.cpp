@@ -81,7 +81,7 @@ void PromptCache::check_insertion(std::string_view name_space, const InsertItem&
       continue;
     throw Error(ErrorCode::kState,
                 "address " + std::to_string(address) + " (position " + std::to_string(i) +
-                    "): the block is cached already, as a page of another prompt or another place",
+                    "): the block is cached already, as a page of another prompt or another place, or was forgotten",
                 {{"address", static_cast<std::int64_t>(address)}, {"position", static_cast<std::int64_t>(i)}});
   }
 }
