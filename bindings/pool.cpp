@@ -154,8 +154,22 @@ void free_blocks(PeerNode& node, py::handle addresses_argument) {
   call_interruptibly([&](const GivenUp& given_up) { node.free(addresses.data(), addresses.size(), given_up); });
 }
 
+// Of the blocks that an insertion stores.
+enum class Content : std::uint8_t { kThere, kToCome };
+
+std::vector<InsertOutcome> insert_items(Pool& pool, std::string_view name, const std::vector<InsertItem>& items,
+                                        bool free_duplicates, Content content) {
+  if (content == Content::kThere) return pool.insert(name, items, free_duplicates);
+  std::vector<InsertOutcome> outcomes;
+  outcomes.reserve(1);
+  outcomes.push_back(pool.insert_unfilled(name, items.front(), free_duplicates));
+  return outcomes;
+}
+
+// REQUIRES: one prompt, if its content is to come.
 std::vector<Inserted> insert_all(const PoolPointer& pool, const std::vector<std::pair<py::object, py::object>>& prompts,
-                                 py::handle name_argument, py::handle free_duplicates_argument) {
+                                 py::handle name_argument, py::handle free_duplicates_argument,
+                                 Content content = Content::kThere) {
   const std::string_view name = name_from(name_argument);
   const bool free_duplicates = flag_from(free_duplicates_argument, "free_duplicates");
   std::vector<Vector<Token>> tokens;
@@ -173,7 +187,7 @@ std::vector<Inserted> insert_all(const PoolPointer& pool, const std::vector<std:
         {own_tokens.data(), own_tokens.size(), own_addresses.data(), own_addresses.size(), canonical.mutable_data()});
     inserted[i].addrs = std::move(canonical);
   }
-  std::vector<InsertOutcome> outcomes = pool->insert(name, items, free_duplicates);
+  std::vector<InsertOutcome> outcomes = insert_items(*pool, name, items, free_duplicates, content);
   for (std::size_t i = 0; i < outcomes.size(); ++i) {
     inserted[i].pins = Pins(pool, outcomes[i].pin);
     inserted[i].tokens = items[i].n_tokens;
@@ -186,8 +200,9 @@ std::vector<Inserted> insert_all(const PoolPointer& pool, const std::vector<std:
 }
 
 Inserted insert(const PoolPointer& pool, const py::object& tokens, const py::object& addresses, py::handle name,
-                py::handle free_duplicates) {
-  return std::move(insert_all(pool, {{tokens, addresses}}, name, free_duplicates).front());
+                py::handle free_duplicates, py::handle filled) {
+  const auto how = flag_from(filled, "filled") ? Content::kThere : Content::kToCome;
+  return std::move(insert_all(pool, {{tokens, addresses}}, name, free_duplicates, how).front());
 }
 
 // Brings a hit to HBM. The pins of the swap take the place of those of the match, which hold until then; if it throws,
@@ -318,7 +333,8 @@ Raises:
         without `into` still finds the hit where it is.)")
       .def("_match_batch", of_pool(&match_batch<Pool>), py::arg("prompts"), py::arg("namespace"))
       .def("insert", of_pool(&insert), py::arg("tokens"), py::arg("addrs"), py::arg("namespace") = "",
-           py::arg("free_duplicates") = false, R"(Gives blocks to the index: active becomes historical, without a copy.
+           py::arg("free_duplicates") = false, py::kw_only(), py::arg("filled") = true,
+           R"(Gives blocks to the index: active becomes historical, without a copy.
 
 All or nothing, thread-safe. If a block of the prompt is cached already, the cached block stays: the given one is a
 duplicate, which the caller still owns. ``addrs`` may begin with the addresses of a match, unchanged.
@@ -328,6 +344,10 @@ Args:
     addrs: One address for each block.
     namespace: As in match.
     free_duplicates: Free duplicates instead of leaving them to the caller.
+    filled: False if the content of the blocks is still to come, from somebody who writes to them beside the pool. Match
+        finds them at once, and it is for the caller to order what reads them after what fills them. Until ``filled`` is
+        called, the pool keeps them where they are, and what would read them raises Busy:
+        transfers, copies, swaps, sequences, and the fetches of peers, for which the prompt ends before them.
 
 Returns:
     An Inserted with the canonical addresses, pinned until it is closed.
@@ -336,6 +356,38 @@ Raises:
     ArgumentError: Tokens are no multiple of a block; too few, too many or duplicate addresses.
     StateError: A block is cached already for other tokens, or an engine allocates it.
     StaleAddress: A block was freed or moved.)")
+      .def("filled", of_pool([](Pool& pool, py::handle addresses_argument) {
+             const Vector<Address> addresses = addresses_from(addresses_argument);
+             pool.filled({addresses.data(), addresses.size()});
+           }),
+           py::arg("addrs"), R"(Says that the content of blocks that were inserted with ``filled=False`` is there.
+
+All or nothing, thread-safe. If it could not be written, call ``forget`` before: then this says that nothing writes to
+the blocks any more, and they become free with their last pin.
+
+Args:
+    addrs: Addresses of such blocks, all of one insertion or some.
+
+Raises:
+    StateError: A block is not being filled. StaleAddress, NotOwner, ArgumentError: As for free.)")
+      .def("forget", of_pool([](Pool& pool, py::handle addresses_argument) {
+             const std::vector<Address> addresses = addresses_from(addresses_argument).copy();
+             const GilReleased released;
+             return pool.forget(addresses);
+           }),
+           py::arg("addrs"), R"(Drops cached blocks for good, and everything that continues them. Thread-safe.
+
+For blocks whose content turned out to be wrong. No match finds them from now on. Those that are pinned stay readable by
+their addresses until the last of their pins is released; the others are free at once.
+
+Args:
+    addrs: Addresses of cached blocks. Those that are gone already, because they were evicted or forgotten, are skipped.
+
+Returns:
+    How many blocks are found no more: these and what continued them.
+
+Raises:
+    StateError: A block is not cached. NotOwner, ArgumentError: As for free. Then nothing was dropped.)")
       .def("_insert_batch",
            of_pool([](const PoolPointer& pool, py::handle prompts, py::handle name, py::handle free_duplicates) {
              return insert_all(pool, pairs_from(prompts, "prompts"), name, free_duplicates);

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Final
 
 from tools.planted_attention import ATTENTION_BUGS
+from tools.planted_cache import CACHE_BUGS
 from tools.planted_engines import ENGINES_BUGS
 from tools.planted_kit import Bug, in_cpp, in_python
 from tools.planted_lending import LENDING_BUGS
@@ -22,6 +23,7 @@ __all__ = ["BUGS"]
 
 BUGS: Final[tuple[Bug, ...]] = (
     *ATTENTION_BUGS,
+    *CACHE_BUGS,
     *ENGINES_BUGS,
     *LENDING_BUGS,
     *MIGRATION_BUGS,

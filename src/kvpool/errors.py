@@ -245,8 +245,14 @@ class DeadlineExceeded(Error, TimeoutError):
 
 
 class Busy(Error):
-    """A limit is reached: of one peer's running or waiting requests, or of what this pool lends. Try again later."""
+    """Not now: try again later.
 
+    A limit is reached, of one peer's running or waiting requests or of what this pool lends; or the content of a block
+    is still to come.
+    """
+
+    address: int
+    position: int
     retry_after_us: int  # a hint
     limit: int
     requested: int

@@ -158,6 +158,35 @@ class NaivePromptIndex {
     return erasure;
   }
 
+  // Pages that were forgotten, by their values, as long as they are pinned.
+  std::map<Address, NaivePage> forgotten;
+
+  // Forgets a page and all that continues it. Returns the values of those that are not pinned.
+  std::set<Address> forget(const Prefix& top) {
+    std::set<Address> gone;
+    std::erase_if(pages, [&](const auto& entry) {
+      if (!entry.first.starts_with(top)) return false;
+      if (entry.second.pins > 0) {
+        forgotten[entry.second.value] = entry.second;
+      } else {
+        gone.insert(entry.second.value);
+      }
+      return true;
+    });
+    return gone;
+  }
+  // Returns whether that was the last pin.
+  bool unpin_forgotten(Address value) {
+    if (--forgotten.at(value).pins > 0) return false;
+    forgotten.erase(value);
+    return true;
+  }
+  std::size_t count_forgotten(ValueClass value_class) const {
+    return static_cast<std::size_t>(std::count_if(forgotten.begin(), forgotten.end(), [&](const auto& entry) {
+      return entry.second.value_class == value_class;
+    }));
+  }
+
   void hold(const Prefix& prefix) { pages.at(prefix).held = true; }
   // REQUIRES: called for the last page of a node first.
   void release_hold(const Prefix& prefix) {

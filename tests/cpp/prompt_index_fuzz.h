@@ -99,10 +99,16 @@ class FuzzedIndex {
     for (const ValueClass value_class : kValueClasses) {
       REQUIRE(index_.pages(value_class) == model_.count(value_class, false));
       REQUIRE(index_.evictable(value_class) == model_.count(value_class, true));
+      REQUIRE(index_.forgotten(value_class) == model_.count_forgotten(value_class));
     }
     REQUIRE(index_.namespace_count() == model_.namespaces());
     check_what_was_heard();
     check_events();
+  }
+
+  void check_dropped(const std::set<Address>& values) const {
+    REQUIRE(heard_.dropped_values.size() == values.size());
+    for (const Address value : heard_.dropped_values) REQUIRE(values.contains(value));
   }
 
   void check_what_was_heard() {

@@ -63,7 +63,8 @@ class IndexFuzz : private FuzzedIndex {
  private:
   struct Pin {
     IndexPin pin;
-    Prefix prefix;
+    Prefix prefix;                   // of the pages that can be found
+    std::vector<Address> forgotten;  // the values of those that cannot, from the end
   };
 
   void step() {
@@ -72,7 +73,7 @@ class IndexFuzz : private FuzzedIndex {
       return;
     }
     if (model_.pages.size() > kPagesMax / 2 && dice_.one_in(3)) return evict(random_class(), dice_.below(20));
-    switch (dice_.below(setup_.holds ? 16 : 11)) {
+    switch (dice_.below(setup_.holds ? 17 : 12)) {
       case 0:
       case 1:
         return match();
@@ -93,12 +94,14 @@ class IndexFuzz : private FuzzedIndex {
       case 10:
         return pin_some_node();
       case 11:
+        return forget();
       case 12:
-        return hold();
       case 13:
+        return hold();
+      case 14:
         if (!held_.empty()) release_hold(dice_.pick(held_));
         return;
-      case 14:
+      case 15:
         return isolate();
       default:
         return redirect();
@@ -150,7 +153,7 @@ class IndexFuzz : private FuzzedIndex {
     if (n == 0) return;
     const Prefix found = model_.cut(prompt, n);
     model_.match(found);
-    pins_.push_back({hit.pin, found});
+    pins_.push_back({hit.pin, found, {}});
   }
 
   void peek() {
@@ -197,7 +200,7 @@ class IndexFuzz : private FuzzedIndex {
     model_.insert(prompt, values, classes);
     check_values(prompt, n, canonical);
     if (!dice_.one_in(6)) {
-      pins_.push_back({insertion.pin, prompt});
+      pins_.push_back({insertion.pin, prompt, {}});
       return;
     }
     check();
@@ -212,7 +215,9 @@ class IndexFuzz : private FuzzedIndex {
     std::swap(pins_[at], pins_.back());
     const Pin pin = pins_.back();
     pins_.pop_back();
-    REQUIRE(prefix_of(*pin.pin.node, pin.pin.node->pages - 1, setup_.page_tokens) == pin.prefix);
+    if (pin.forgotten.empty()) {
+      REQUIRE(prefix_of(*pin.pin.node, pin.pin.node->pages - 1, setup_.page_tokens) == pin.prefix);
+    }
     if (dice_.one_in(4)) {
       PromptNode* node = pin.pin.node;
       while (!node->parent->is_root() && dice_.one_in(2)) node = node->parent;
@@ -220,8 +225,36 @@ class IndexFuzz : private FuzzedIndex {
     }
     const auto limbo = in_limbo(pin.pin);
     index_.unpin(pin.pin);
+    std::set<Address> gone;
+    for (const Address value : pin.forgotten) {
+      if (model_.unpin_forgotten(value)) gone.insert(value);
+    }
     model_.unpin(pin.prefix);
     REQUIRE(heard_.unpinned_nodes == limbo);
+    check_dropped(gone);
+  }
+
+  void forget() {
+    auto all = nodes();
+    if (all.empty() || !held_.empty()) return;
+    PromptNode* node = dice_.pick(all);
+    const std::uint32_t first = dice_.below(node->pages);
+    const Prefix top = prefix_of(*node, first, setup_.page_tokens);
+    if (!attempt([&] { node = index_.isolate(node, first, node->pages - first); })) return;
+    const std::size_t above = model_.page_count(top) - 1;
+    for (Pin& pin : pins_) {
+      if (!pin.prefix.starts_with(top)) continue;
+      for (std::size_t n = model_.page_count(pin.prefix); n > above; --n) {
+        pin.forgotten.push_back(model_.pages.at(model_.cut(pin.prefix, n)).value);
+      }
+      pin.prefix = model_.cut(pin.prefix, above);
+    }
+    const std::size_t before = model_.pages.size();
+    const std::set<Address> gone = model_.forget(top);
+    std::size_t forgotten = 0;
+    REQUIRE(attempt([&] { forgotten = index_.forget(node); }));  // never throws
+    REQUIRE(forgotten == before - model_.pages.size());
+    check_dropped(gone);
   }
 
   void pin_some_node() {
@@ -229,7 +262,7 @@ class IndexFuzz : private FuzzedIndex {
     if (all.empty()) return;
     PromptNode* node = dice_.pick(all);
     const Prefix prefix = prefix_of(*node, node->pages - 1, setup_.page_tokens);
-    pins_.push_back({index_.pin(node), prefix});
+    pins_.push_back({index_.pin(node), prefix, {}});
     model_.pin(prefix);
   }
 

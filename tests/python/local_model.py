@@ -41,6 +41,17 @@ class Holder:
         self.stamps = stamps
 
 
+class Fill:
+    """Ends what an insertion of blocks that are still to be filled has begun."""
+
+    def __init__(self, pool: kvpool.Pool, addrs: list[int]) -> None:
+        self._pool = pool
+        self.addrs = np.array(addrs, np.uint64)
+
+    def close(self) -> None:
+        self._pool.filled(self.addrs)
+
+
 def tokens_of(pages: tuple[int, ...] | list[int]) -> list[int]:
     return [token for page in pages for token in PAGES[page]]
 
@@ -68,6 +79,7 @@ class LocalModel(RuleBasedStateMachine):
         self.where: dict[Key, int] = {}  # address of each cached page
         self.stamp_of: dict[Key, int] = {}
         self.limbo: dict[int, set[Holder]] = {}  # address that a page left -> the holders that may still read it
+        self.forgotten: dict[int, set[Holder]] = {}  # address of a page that is found no more -> who still pins it
         self.holders: list[Holder] = []
         self.stale: list[int] = []
         self.counters: Counter[str] = Counter()
@@ -90,6 +102,11 @@ class LocalModel(RuleBasedStateMachine):
 
     def pinned(self) -> set[Key]:
         return set().union(*(holder.pinned for holder in self.holders)) if self.holders else set()
+
+    def filling(self) -> set[int]:
+        """Addresses of blocks whose content is still to come, as far as the pool knows."""
+        fills = [holder.addrs for holder in self.holders if isinstance(holder.handle, Fill)]
+        return {addr for addrs in fills for addr in addrs}
 
     def evictable(self, medium: int, but: set[Key] | None = None) -> int:
         kept = self.pinned() | (but or set())
@@ -185,7 +202,7 @@ class LocalModel(RuleBasedStateMachine):
             assert tier.reserved == tier.lent == tier.quarantined == tier.retired == 0
             active = [addr for addr in self.active if medium_of(addr) == medium]
             cached = {key: addr for key, addr in self.where.items() if medium_of(addr) == medium}
-            limbo = [addr for addr in self.limbo if medium_of(addr) == medium]
+            limbo = [addr for addr in [*self.limbo, *self.forgotten] if medium_of(addr) == medium]
             assert tier.active == len(active)
             assert tier.historical == len(cached) + len(limbo)
             assert tier.evictable == sum(key not in pinned for key in cached)

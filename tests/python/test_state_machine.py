@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
 from kit import LONG, refused
-from local_model import BLOCK, PAGES, Key, LocalModel, medium_of, tokens_of
+from local_model import BLOCK, PAGES, Fill, Key, LocalModel, medium_of, tokens_of
 
 import kvpool
 from kvpool import DRAM, HBM, MIXED
@@ -122,13 +122,19 @@ class LocalApi(LocalModel):
 
     @rule(seed=seeds, namespace=namespaces, pages=prompts, free_duplicates=st.booleans(), keep=st.booleans())
     def insert(self, seed: int, namespace: str, pages: tuple[int, ...], free_duplicates: bool, keep: bool) -> None:
-        pages, addrs = self.addresses_for(random.Random(seed), namespace, pages)
-        present = self.present(namespace, pages)
-        handle = self.pool.insert(tokens_of(pages), addrs, namespace=namespace, free_duplicates=free_duplicates)
+        dice = random.Random(seed)
+        pages, addrs = self.addresses_for(dice, namespace, pages)
+        present, filled = self.present(namespace, pages), dice.random() < 0.8
+        handle = self.pool.insert(
+            tokens_of(pages), addrs, namespace=namespace, free_duplicates=free_duplicates, filled=filled
+        )
         stored, removed, moved = self.apply_events()
         assert (stored, removed, moved) == (Key(namespace, pages).up_to()[present:], [], {})
         keys = self.inserted(handle, namespace, pages, addrs, present, free_duplicates)
         self.hold(handle, keys[-1:], [self.stamp_of[key] for key in keys], keep)
+        if not filled and keys[present:]:
+            stamps = [self.stamp_of[key] for key in keys[present:]]
+            self.hold(Fill(self.pool, addrs[present:]), keys[-1:], stamps, keep=True)
 
     @rule(seed=seeds, namespace=namespaces, first=prompts, second=prompts, keep=st.booleans())
     def insert_batch(self, seed: int, namespace: str, first: Any, second: Any, keep: bool) -> None:
@@ -212,11 +218,32 @@ class LocalApi(LocalModel):
             return
         holder = self.holders.pop(seed % len(self.holders))
         holder.handle.close()
-        for addr, readers in list(self.limbo.items()):
-            readers.discard(holder)
-            if not readers:
-                del self.limbo[addr]
-                self.stale.append(addr)
+        for left_behind in (self.limbo, self.forgotten):
+            for addr, readers in list(left_behind.items()):
+                readers.discard(holder)
+                if not readers:
+                    del left_behind[addr]
+                    self.stale.append(addr)
+
+    @rule(seed=seeds)
+    def forget(self, seed: int) -> None:
+        dice = random.Random(seed)
+        named = dice.sample(sorted(self.where), dice.randint(0, min(3, len(self.where))))
+        gone = {page for key in named for page in self.below(key)}
+        addrs = [self.where[key] for key in named]
+        addrs += [dice.choice(gone_already) for gone_already in (self.stale, list(self.forgotten)) if gone_already]
+        dice.shuffle(addrs)
+        readers = {self.where[key]: {holder for holder in self.holders if key in holder.pinned} for key in gone}
+        for holder in self.holders:
+            holder.pinned -= gone
+        assert self.pool.forget(addrs) == len(gone)
+        stored, removed, moved = self.apply_events()
+        assert (stored, sorted(removed), moved) == ([], sorted(gone), {})
+        self.counters["evicted_blocks"] -= len(gone)  # forgotten, not evicted
+        for addr, pinning in readers.items():
+            if pinning:
+                self.stale.remove(addr)
+                self.forgotten[addr] = pinning
 
     @rule(namespace=namespaces, pages=prompts, descendants=st.booleans())
     def delete(self, namespace: str, pages: tuple[int, ...], descendants: bool) -> None:
@@ -293,6 +320,10 @@ class LocalApi(LocalModel):
         closure = {page for key in keys for page in key.up_to()}
         own = [addr for addr in self.active if medium_of(addr) == HBM]
         into = dice.sample(own, len(down)) if choose and down and len(own) >= len(down) else None
+        if self.filling().intersection(addrs):
+            with refused(self.pool, kvpool.Busy):
+                self.pool.swap_in(addrs, into=into)
+            return
         free, evictable = self.free_blocks(HBM), self.evictable(HBM, but=closure)
         if down and not self.pool.stats().hbm.capacity:
             with refused(self.pool, kvpool.StateError):
@@ -337,6 +368,9 @@ class LocalApi(LocalModel):
             wrong["cached"] = (min(self.where.values()), kvpool.StateError)
         if self.limbo:
             wrong["limbo"] = (min(self.limbo), kvpool.StateError)
+        filling = self.filling()
+        if kept := self.forgotten.keys() - filling:
+            wrong["forgotten"] = (min(kept), kvpool.StateError)
         skip = {
             "free": {"active"},
             "swap_in": {"cached", "limbo"},  # a block in limbo names its page, wherever that lies now
@@ -344,9 +378,12 @@ class LocalApi(LocalModel):
             "into": {"active"},
         }
         addr, error = wrong[dice.choice(sorted(set(wrong) - skip[verb]))]
-        good = [a for a in (self.where.values() if verb == "swap_in" else self.active) if a != addr][:2]
+        good = [
+            a for a in (self.where.values() if verb == "swap_in" else self.active) if a != addr and a not in filling
+        ]
+        good = good[:2]
         if verb == "into":
-            down = [a for a in self.where.values() if medium_of(a) == DRAM]
+            down = [a for a in self.where.values() if medium_of(a) == DRAM and a not in filling]
             good = [a for a in good if medium_of(a) == HBM][: len(down) - 1]
             if len(down) <= len(good):
                 return

@@ -1,6 +1,6 @@
 // The 16 bytes that a store keeps for each block.
 //
-//   word   releases 24 | state 8     all zeros: free, never released
+//   word   releases 24 | filling 1 | state 7     all zeros: free, never released
 //   mark   32 bits, tag 64 bits      the owner's while the block is not free
 //
 // While blocks are free, the first and the last of each run are its boundary tags and belong to the free set:
@@ -38,7 +38,8 @@ inline constexpr bool is_owned(BlockState state) noexcept {
 
 struct alignas(16) BlockMeta {
   static constexpr int kStateBits = 8;
-  static constexpr std::uint32_t kStateMask = (1U << kStateBits) - 1;
+  static constexpr std::uint32_t kFilling = 1U << (kStateBits - 1);
+  static constexpr std::uint32_t kStateMask = kFilling - 1;
   static constexpr std::uint32_t kOneRelease = 1U << kStateBits;
   std::uint32_t word;
   std::uint32_t mark;
@@ -47,6 +48,9 @@ struct alignas(16) BlockMeta {
   BlockState state() const noexcept { return static_cast<BlockState>(word & kStateMask); }
   bool is_free() const noexcept { return state() == BlockState::kFree; }
   void set_state(BlockState to) noexcept { word = (word & ~kStateMask) | static_cast<std::uint32_t>(to); }
+  // Whether the content of a historical block is still to come.
+  bool filling() const noexcept { return (word & kFilling) != 0; }
+  void set_filling(bool filling) noexcept { word = filling ? word | kFilling : word & ~kFilling; }
   std::uint32_t releases() const noexcept { return word >> kStateBits; }
   // Sets the word and clears mark and tag with one store of 16 bytes: three stores would dominate the cost of release.
   void overwrite(std::uint32_t new_word) noexcept {

@@ -136,6 +136,7 @@ void BlockStore::release(std::uint32_t first, std::uint32_t n) noexcept {
   std::uint32_t piece = first;  // [piece, block) is free again but not yet in the free set
   for (std::uint32_t block = first; block < end;) {
     // Neighbours in one state are one batch, so that the counters cost by the batch and not by the block.
+    KVPOOL_DCHECK(!meta[block].filling());
     const std::uint32_t state = meta[block].word & BlockMeta::kStateMask;
     KVPOOL_DCHECK(is_owned(static_cast<BlockState>(state)));
     const std::uint32_t batch = block;
@@ -221,6 +222,9 @@ void BlockStore::audit() const {
     const auto state = static_cast<std::size_t>(block_meta.state());
     if (state >= found.size()) audit_failed(medium_, "unknown state " + std::to_string(state), block);
     ++found[state];
+    if (block_meta.filling() && block_meta.state() != BlockState::kHistorical) {
+      audit_failed(medium_, "a block is being filled, and not historical", block);
+    }
     if ((block_meta.releases() > releases_max()) != (block_meta.state() == BlockState::kRetired)) {
       audit_failed(medium_, "a block is retired before its time, or not at it", block);
     }

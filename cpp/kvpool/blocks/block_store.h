@@ -70,7 +70,7 @@ class BlockStore {
   bool take_block(std::uint32_t block, BlockState to, Address* out) noexcept;
 
   // Frees blocks [first, first + n): bumps generations, retires those that wrap, clears tag and mark, coalesces.
-  // REQUIRES: each is owned.
+  // REQUIRES: each is owned, and none is being filled.
   void release(std::uint32_t first, std::uint32_t n) noexcept;
   // The free blocks among [first, first + n) become overlapped, so they cannot be taken. REQUIRES: the others are
   // overlapped already.
@@ -105,7 +105,7 @@ class BlockStore {
   // Moves a block from one owned state to another.
   void set_state(std::uint32_t block, BlockState to) noexcept {
     BlockMeta& block_meta = owned_meta(block);
-    KVPOOL_DCHECK(is_owned(to));
+    KVPOOL_DCHECK(is_owned(to) && (!block_meta.filling() || to == BlockState::kHistorical));
     --counts_[static_cast<std::size_t>(block_meta.state())];
     ++counts_[static_cast<std::size_t>(to)];
     block_meta.set_state(to);
@@ -118,6 +118,10 @@ class BlockStore {
   void set_tag(std::uint32_t block, std::uint64_t tag) noexcept { owned_meta(block).tag = tag; }
   std::uint32_t mark(std::uint32_t block) const noexcept { return meta(block).mark; }
   void set_mark(std::uint32_t block, std::uint32_t mark) noexcept { owned_meta(block).mark = mark; }
+
+  // Whether a historical block's content is still to come. REQUIRES: the block is owned; historical, to set it.
+  bool filling(std::uint32_t block) const noexcept { return meta(block).filling(); }
+  void set_filling(std::uint32_t block, bool filling) noexcept { owned_meta(block).set_filling(filling); }
 
   // For tests of B2: as if the block had been freed many times. REQUIRES: the block is free;
   // first generation <= generation <= last generation.

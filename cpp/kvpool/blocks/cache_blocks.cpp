@@ -295,6 +295,14 @@ void CacheBlocks::check_reserved(const Address* addresses, std::size_t n, std::u
   }
 }
 
+void CacheBlocks::check_filled(Address address, std::size_t position) const {
+  if (!filling(address)) return;
+  throw Error(ErrorCode::kBusy,
+              "address " + std::to_string(address) + " (position " + std::to_string(position) +
+                  "): the content of the block is still to come",
+              {{"address", static_cast<std::int64_t>(address)}, {"position", static_cast<std::int64_t>(position)}});
+}
+
 void CacheBlocks::hold_for_reading(const Address* addresses, std::size_t n, std::uint64_t for_incarnation) {
   for (const Medium medium : kMedia) {
     if (readers_[medium].empty()) readers_[medium].resize(store(medium).capacity());
@@ -302,6 +310,7 @@ void CacheBlocks::hold_for_reading(const Address* addresses, std::size_t n, std:
   for (std::size_t i = 0; i < n; ++i) {
     try {
       check(addresses[i], i, std::nullopt);
+      check_filled(addresses[i], i);
       const BlockStore& blocks = store_of(addresses[i]);
       const BlockState state = blocks.state(block_of(addresses[i]));
       if (state == BlockState::kLent && for_incarnation != 0 && blocks.tag(block_of(addresses[i])) != for_incarnation) {

@@ -102,6 +102,10 @@ class CacheBlocks {
 
   // --- addresses that callers name ---
 
+  // Whether the address names a block of a medium here that has been freed since.
+  bool is_stale(Address address) const noexcept {
+    return is_medium(medium_bits_of(address)) && store_of(address).find(address) == AddressFault::kStale;
+  }
   // Throws kArgument, kNotOwner, kStaleAddress, or kState, unless the address names a block here in state `wanted` (any
   // but free when nullopt). `position`: in the caller's list, for the error.
   void check(Address address, std::size_t position, std::optional<BlockState> wanted) const;
@@ -124,6 +128,11 @@ class CacheBlocks {
   void set_state(Address address, BlockState to) noexcept { own(address).set_state(block_of(address), to); }
   void set_tag(Address address, std::uint64_t tag) noexcept { own(address).set_tag(block_of(address), tag); }
   void set_mark(Address address, std::uint32_t mark) noexcept { own(address).set_mark(block_of(address), mark); }
+  void set_filling(Address address, bool filling) noexcept { own(address).set_filling(block_of(address), filling); }
+  // Whether the content of this block is still to come: such a block is historical, and cannot be read.
+  bool filling(Address address) const noexcept { return store_of(address).filling(block_of(address)); }
+  // Throws kBusy if it is. REQUIRES: it has passed check().
+  void check_filled(Address address, std::size_t position) const;
   // Throws kStaleAddress, kNotOwner, kArgument unless each is reserved for this transfer of this owner. A block that is
   // lent to the owner is refused too: the owner may be giving it back, or it may be on its way into the index.
   void check_reserved(const Address* addresses, std::size_t n, std::uint64_t incarnation, std::uint32_t mark) const;
@@ -131,7 +140,7 @@ class CacheBlocks {
   // --- readers ---
 
   // `for_incarnation`: the peer that reads; it may not read blocks lent to another peer. 0: the application. Throws
-  // kStaleAddress, kNotOwner, kState, kArgument, and holds no block then.
+  // kStaleAddress, kNotOwner, kState, kArgument, kBusy for a block that is being filled, and holds no block then.
   void hold_for_reading(const Address* addresses, std::size_t n, std::uint64_t for_incarnation);
   // REQUIRES: each is held.
   void release_reading(const Address* addresses, std::size_t n) noexcept;
@@ -176,7 +185,7 @@ class CacheBlocks {
       const BlockState state = blocks.state(block);
       if (state == BlockState::kFree || state == BlockState::kOverlapped) continue;
       const bool read = !readers_[medium].empty() && readers_[medium][block] > 0;
-      visit(block, state == BlockState::kHistorical && !read);
+      visit(block, state == BlockState::kHistorical && !read && !store(medium).filling(block));
     }
   }
 

@@ -29,7 +29,12 @@ PromptIndex::PromptIndex(std::uint32_t page_tokens, EvictionPolicy policy, Value
       observer_(observer),
       order_(make_eviction_order(policy)) {}
 
-PromptIndex::~PromptIndex() = default;
+PromptIndex::~PromptIndex() {
+  while (first_forgotten_ != nullptr) {
+    const std::unique_ptr<Node> node(first_forgotten_);
+    first_forgotten_ = node->payload.newer;
+  }
+}
 
 ValueClass PromptIndex::class_of(Address value) const noexcept {
   if (values_ == Values::kOpaque) return ValueClass::kOpaque;
@@ -162,13 +167,19 @@ IndexPin PromptIndex::pin(Node* last) noexcept {
 }
 
 void PromptIndex::unpin(const IndexPin& pin) noexcept {
-  for (Node* node = pin.node; node != nullptr && !node->is_root(); node = node->parent) {
+  for (Node* node = pin.node; node != nullptr && !node->is_root();) {
     KVPOOL_DCHECK(node->payload.pins > 0);
+    Node* const parent = node->parent;
     if (node->payload.has_limbo) observer_->unpinned(*node, pin.stamp);
     if (--node->payload.pins == 0) {
-      if (policy_ != EvictionPolicy::kFifo) node->payload.stamp = ++clock_;
-      enter_order(node, /*used_now=*/true);
+      if (node->payload.forgotten) {
+        drop_forgotten(node);
+      } else {
+        if (policy_ != EvictionPolicy::kFifo) node->payload.stamp = ++clock_;
+        enter_order(node, /*used_now=*/true);
+      }
     }
+    node = parent;
   }
 }
 
@@ -246,6 +257,49 @@ std::size_t PromptIndex::evict(ValueClass value_class, std::size_t n) noexcept {
     drop_tail(leaf, count, /*observed=*/true);
   }
   return dropped;
+}
+
+std::size_t PromptIndex::forget(Node* top) noexcept {
+  KVPOOL_DCHECK(!top->payload.forgotten);
+  std::size_t forgotten = 0;
+  Node* leaf = Tree::some_leaf(top);
+  for (bool more = true; more;) {
+    Node* const parent = leaf->parent;
+    more = leaf != top;
+    forgotten += leaf->pages;
+    leaf->payload.pins > 0 ? set_aside(leaf) : drop_tail(leaf, leaf->pages, /*observed=*/true);
+    if (more) leaf = Tree::some_leaf(parent);
+  }
+  return forgotten;
+}
+
+// The parent stays as long as this: it has at least the pins that this has (P1), and a cut keeps it as the lower half.
+void PromptIndex::set_aside(Node* leaf) noexcept {
+  PromptPayload& payload = leaf->payload;
+  KVPOOL_DCHECK(leaf->children == nullptr && payload.pins > 0 && !payload.held);
+  if (events_.has_readers()) publish(EventKind::kRemoved, leaf, 0, leaf->pages, nullptr);
+  pages_of(payload.value_class) -= leaf->pages;
+  forgotten_[static_cast<std::size_t>(payload.value_class)] += leaf->pages;
+  Node* const parent = leaf->parent;
+  static_cast<void>(tree_.detach(leaf).release());
+  if (parent->is_root()) {
+    leaf->parent = &above_forgotten_;
+    tree_.drop_root_if_empty(static_cast<Tree::Root*>(parent));
+  }
+  payload.forgotten = true;
+  payload.older = nullptr;
+  payload.newer = first_forgotten_;
+  if (first_forgotten_ != nullptr) first_forgotten_->payload.older = leaf;
+  first_forgotten_ = leaf;
+}
+
+void PromptIndex::drop_forgotten(Node* forgotten) noexcept {
+  const std::unique_ptr<Node> node(forgotten);
+  const PromptPayload& payload = node->payload;
+  if (observer_ != nullptr) observer_->dropped(payload.values.get(), node->pages);
+  forgotten_[static_cast<std::size_t>(payload.value_class)] -= node->pages;
+  (payload.older == nullptr ? first_forgotten_ : payload.older->payload.newer) = payload.newer;
+  if (payload.newer != nullptr) payload.newer->payload.older = payload.older;
 }
 
 // REQUIRES: a leaf, not pinned, not held. With observed == false no observer or event reader is told, as if the
@@ -380,6 +434,25 @@ void PromptIndex::audit() const {
     if (pages[slot] != pages_[slot] || evictable[slot] != evictable_[slot]) fail("a wrong count of pages");
     if (order_->count_checked(static_cast<ValueClass>(slot)) != ordered[slot]) fail("a wrong count of ordered nodes");
   }
+  audit_forgotten();
+}
+
+void PromptIndex::audit_forgotten() const {
+  const auto fail = [](const std::string& what) { throw Error(ErrorCode::kAudit, "prompt index: " + what); };
+  std::array<std::size_t, kValueClassCount> pages{};
+  for_each_forgotten([&](const Node& node) {
+    const PromptPayload& payload = node.payload;
+    pages[static_cast<std::size_t>(payload.value_class)] += node.pages;
+    if (!payload.forgotten || payload.ordered || payload.held || node.children != nullptr) {
+      fail("a forgotten node is in use (P6)");
+    }
+    if (payload.pins == 0) fail("a forgotten node that nobody pins (P6)");
+    if (!node.parent->is_root() && node.parent->payload.pins < payload.pins) fail("pins do not cover a prefix (P1)");
+    for (std::uint32_t i = 0; i < node.pages; ++i) {
+      if (class_of(payload.values[i]) != payload.value_class) fail("a node with values of two classes (P4)");
+    }
+  });
+  if (pages != forgotten_) fail("a wrong count of forgotten pages (P6)");
 }
 
 }  // namespace kvpool

@@ -8,6 +8,8 @@
 //   P3  A node is in the eviction order exactly while it is neither pinned nor held.
 //   P4  A node's values are all of one class.
 //   P5  A call that throws has changed nothing but, at most, where runs are cut.
+//   P6  A node that is forgotten while it is pinned leaves the tree, so that nobody finds it, and keeps its pins, its
+//       parent and its values until the last pin goes.
 //
 // Thread-safety: none; the owner locks.
 #pragma once
@@ -111,6 +113,14 @@ class PromptIndex {
   // them, which do not count.
   std::size_t evict(ValueClass value_class, std::size_t n) noexcept;
 
+  // Drops the pages of a node and everything below it: what is pinned is found no more from now on, and dropped with
+  // its last pin. Returns how many pages. REQUIRES: no node is held; this one was not forgotten.
+  std::size_t forget(Node* node) noexcept;
+  // Pages of this class that were forgotten, and that pins still hold. They count as no others.
+  std::size_t forgotten(ValueClass value_class) const noexcept {
+    return forgotten_[static_cast<std::size_t>(value_class)];
+  }
+
   // Takes the coldest node of a class out of the order and marks it held. Cuts it so that it has at most `pages_max`
   // pages, its last ones. Null when no node is evictable, and for pages_max == 0. End the hold with release_hold().
   Node* hold_coldest(ValueClass value_class, std::size_t pages_max);
@@ -146,6 +156,11 @@ class PromptIndex {
       });
     });
   }
+  // visit(const Node&) for every node that was forgotten, and that pins still hold.
+  template <class Visit>
+  void for_each_forgotten(Visit&& visit) const {
+    for (const Node* node = first_forgotten_; node != nullptr; node = node->payload.newer) visit(*node);
+  }
   // visit(name, pages) for every namespace: how many pages of the tokens each holds.
   template <class Visit>
   void for_each_namespace(const Token* tokens, std::size_t n_tokens, Visit&& visit) const {
@@ -154,7 +169,7 @@ class PromptIndex {
     });
   }
 
-  // Checks P1, P3, P4 and the counters. Throws Error kAudit.
+  // Checks P1, P3, P4, P6 and the counters. Throws Error kAudit.
   void audit() const;
 
  private:
@@ -165,6 +180,9 @@ class PromptIndex {
   void enter_order(Node* node, bool used_now) noexcept;
   void leave_order(Node* node) noexcept;
   void drop_tail(Node* leaf, std::uint32_t count, bool observed) noexcept;
+  void set_aside(Node* leaf) noexcept;
+  void drop_forgotten(Node* node) noexcept;
+  void audit_forgotten() const;
   std::size_t& pages_of(ValueClass value_class) noexcept { return pages_[static_cast<std::size_t>(value_class)]; }
   std::size_t& evictable_of(ValueClass value_class) noexcept {
     return evictable_[static_cast<std::size_t>(value_class)];
@@ -184,6 +202,9 @@ class PromptIndex {
   std::uint64_t clock_ = 0;
   std::array<std::size_t, kValueClassCount> pages_{};
   std::array<std::size_t, kValueClassCount> evictable_{};
+  std::array<std::size_t, kValueClassCount> forgotten_{};
+  Node* first_forgotten_ = nullptr;
+  Tree::Root above_forgotten_;  // the parent of those whose parent was a root, which may go
 };
 
 }  // namespace kvpool

@@ -27,7 +27,8 @@ struct PromptPayload {
 
   Buffer<Address> values;  // one per page
 
-  // Position in the eviction order (eviction_order.h); meaningful while `ordered`.
+  // Position in the eviction order (eviction_order.h); meaningful while `ordered`. Of a forgotten node: in the list of
+  // these.
   Node* older = nullptr;
   Node* newer = nullptr;
   std::uint32_t heap_index = 0;
@@ -36,6 +37,7 @@ struct PromptPayload {
 
   ValueClass value_class = ValueClass::kOpaque;
   bool held = false;        // its blocks are being copied elsewhere, so it is neither evicted nor moved
+  bool forgotten = false;   // out of the tree, because its blocks were pinned when they were to go (P6)
   bool has_limbo = false;   // the observer is told of every unpin
   std::uint32_t pins = 0;   // holders whose prefix covers this node
   std::uint32_t hits = 0;   // matches that went through it

@@ -38,7 +38,8 @@ void PromptCache::audit() const {
   const auto fail = [](const std::string& what) { throw Error(ErrorCode::kAudit, "cache: " + what); };
   blocks_.audit();
   index_.audit();
-  index_.for_each_node([&](const PromptNode& node) {
+  std::size_t filling = 0;
+  const auto audit_node = [&](const PromptNode& node) {
     if (node.payload.value_class == ValueClass::kRemote) return;
     for (std::uint32_t i = 0; i < node.pages; ++i) {
       const Address address = node.payload.values[i];
@@ -46,8 +47,15 @@ void PromptCache::audit() const {
       if (blocks.find(address) != AddressFault::kNone) fail("the index holds a stale address (A1)");
       if (blocks.state(block_of(address)) != BlockState::kHistorical) fail("the index holds a block of another (A1)");
       if (node_of(address) != &node) fail("a cached block does not know its node (A1)");
+      if (!blocks.filling(block_of(address))) continue;
+      if (node.payload.pins == 0) fail("a block that is being filled is not pinned (A17)");
+      ++filling;
     }
-  });
+  };
+  index_.for_each_node(audit_node);
+  index_.for_each_forgotten(audit_node);
+  for (const Fill& fill : fills_) filling -= fill.remaining;
+  if (filling != 0) fail("a wrong count of blocks that are being filled (A17)");
   MediumMap<std::size_t> in_limbo{};
   for (const Limbo& limbo : limbo_) {
     if (limbo.remaining == 0 || limbo.remaining > limbo.node->payload.pins || !limbo.node->payload.has_limbo) {
@@ -62,7 +70,7 @@ void PromptCache::audit() const {
     }
   }
   for (const Medium medium : kMedia) {
-    const std::size_t cached = index_.pages(value_class_of(medium));
+    const std::size_t cached = index_.pages(value_class_of(medium)) + index_.forgotten(value_class_of(medium));
     const std::size_t limbo = in_limbo[medium];
     if (blocks_.store(medium).count(BlockState::kHistorical) != cached + limbo) {
       fail(std::string(medium_name(medium)) + ": " +

@@ -93,6 +93,7 @@ void PromptCache::begin_move_in(std::span<const Address> given, std::span<const 
 }
 
 void PromptCache::finish_move_in(PendingSwapIn& pending) {
+  check_not_forgotten(pending.addresses);
   redirect(pending);
   const Address* arrived = pending.to.data();
   std::vector<Address>& current = pending.addresses;
@@ -141,6 +142,7 @@ void PromptCache::gather(std::span<const Address> given, PendingSwapIn& pending)
   const std::uint32_t stamp = ++move_stamp_;  // nobody else marks blocks before this has looked at all of them
   for (std::size_t i = 0; i < addresses.size(); ++i) {
     blocks_.check(addresses[i], i, BlockState::kHistorical);
+    blocks_.check_filled(addresses[i], i);
     addresses[i] = page_of(addresses[i]);
     if (store_of(addresses[i]).mark(block_of(addresses[i])) == stamp) {
       throw Error(
@@ -150,6 +152,7 @@ void PromptCache::gather(std::span<const Address> given, PendingSwapIn& pending)
     }
     blocks_.set_mark(addresses[i], stamp);
   }
+  check_not_forgotten(addresses);
   pending.pins.reserve(addresses.size());
   pending.from.reserve(addresses.size());
   for (std::size_t i = 0; i < addresses.size();) {

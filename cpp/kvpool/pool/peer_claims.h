@@ -49,12 +49,13 @@ class PeerClaims {
   // The caller's active blocks become reserved for an owner, who is to write to them. Throws as Pool::free() does, and
   // kState when something still reads one of them.
   void reserve_active(const Address* addresses, std::size_t n, std::uint64_t incarnation, std::uint32_t mark);
-  // As Pool::match(), but does not count in the statistics, and finds only blocks of this pool.
+  // As Pool::match(), but does not count in the statistics, and finds only blocks of this pool whose content is there.
   IndexHit match(std::string_view name_space, const Token* tokens, std::size_t n_tokens, Address* out);
 
   // Blocks keep their content while a transfer reads them: freeing, eviction and moves take effect when the last reader
   // releases them. `for_incarnation`: the peer that reads; it may not read blocks lent to another peer. 0: the
-  // application. Throws kStaleAddress, kNotOwner, kState, kArgument, and holds no block then.
+  // application. Throws kStaleAddress, kNotOwner, kState, kArgument, kBusy for a block that is being filled, and holds
+  // no block then.
   void hold_for_reading(const Address* addresses, std::size_t n, std::uint64_t for_incarnation);
   void release_reading(const Address* addresses, std::size_t n) noexcept;
 

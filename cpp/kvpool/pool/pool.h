@@ -123,6 +123,15 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool> {
   // All or nothing for the whole batch.
   std::vector<InsertOutcome> insert(std::string_view name_space, std::span<const InsertItem> items,
                                     bool free_duplicates);
+  // As insert() of one prompt. The content of the blocks that it stores is still to come: until filled() they are
+  // pinned, match() finds them, and nobody can read, send, move or match them for a peer (kBusy).
+  InsertOutcome insert_unfilled(std::string_view name_space, const InsertItem& item, bool free_duplicates);
+  // The content of these blocks is there; or, after forget(), nothing will write to them any more. Throws kState for a
+  // block that is not being filled, and as check_free().
+  void filled(std::span<const Address> addresses);
+  // Drops cached blocks and everything that continues them: those that are pinned are found no more, and become free
+  // with their last pin. Skips blocks that are gone already. Returns how many. Throws kArgument, kNotOwner, kState.
+  std::size_t forget(std::span<const Address> addresses);
   std::size_t erase(std::string_view name_space, const Token* tokens, std::size_t n_tokens, bool descendants);
   std::size_t evict(std::size_t n, MediumChoice medium);
   MatchExplanation explain(std::string_view name_space, const Token* tokens, std::size_t n_tokens);

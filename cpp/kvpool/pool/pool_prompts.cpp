@@ -25,6 +25,31 @@ std::vector<InsertOutcome> Pool::insert(std::string_view name_space, std::span<c
   return outcomes;
 }
 
+InsertOutcome Pool::insert_unfilled(std::string_view name_space, const InsertItem& item, bool free_duplicates) {
+  guard();
+  const SpaceLock lock = blocks_->lock();
+  InsertOutcome outcome = cache_->insert_unfilled(name_space, item, free_duplicates);
+  cache_->audit_if_asked();
+  return outcome;
+}
+
+void Pool::filled(std::span<const Address> addresses) {
+  guard();
+  const SpaceLock lock = blocks_->lock();
+  cache_->filled(addresses);
+  cache_->audit_if_asked();
+}
+
+std::size_t Pool::forget(std::span<const Address> addresses) {
+  guard();
+  const auto reclaim = moves_->reclaiming();
+  const SpaceLock lock = blocks_->lock();
+  guard();
+  const std::size_t forgotten = cache_->forget(addresses);
+  cache_->audit_if_asked();
+  return forgotten;
+}
+
 std::size_t Pool::erase(std::string_view name_space, const Token* tokens, std::size_t n_tokens, bool descendants) {
   guard();
   const auto reclaim = moves_->reclaiming();

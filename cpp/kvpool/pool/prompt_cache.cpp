@@ -29,7 +29,7 @@ IndexHit PromptCache::match_for_peer(std::string_view name_space, const Token* t
                                      Address* out) {
   IndexHit hit = index_.match(name_space, tokens, n_tokens, out);
   std::size_t local = 0;
-  while (local < hit.pages && blocks_.is_local(out[local])) ++local;
+  while (local < hit.pages && blocks_.is_local(out[local]) && !blocks_.filling(out[local])) ++local;
   hit.pages = local;
   return hit;
 }
@@ -81,7 +81,7 @@ void PromptCache::check_insertion(std::string_view name_space, const InsertItem&
       continue;
     throw Error(ErrorCode::kState,
                 "address " + std::to_string(address) + " (position " + std::to_string(i) +
-                    "): the block is cached already, as a page of another prompt or another place",
+                    "): the block is cached already, as a page of another prompt or another place, or was forgotten",
                 {{"address", static_cast<std::int64_t>(address)}, {"position", static_cast<std::int64_t>(i)}});
   }
 }

@@ -6,10 +6,14 @@
 //
 // Invariants
 //   A1  Every local address in the index names a historical block whose tag is that node.
-//   A2  Every other historical block is in limbo, has the limbo tag, and its node still has the pins that hold it.
+//   A2  Every other historical block is in limbo, has the limbo tag, and its node still has the pins that hold it;
+//       or it was forgotten while it was pinned, and its tag is its node, as in A1.
 //   A3  The pages of a swap in are pinned from its checks to its end. Each page lies where it lay then, in a node that
 //       may have been cut; or another swap in has brought it: then the old block is in limbo, and its mark names the
 //       page's new block.
+//   A17  A block that is being filled is historical, its mark names the insertion that brought it, and a pin of that
+//        insertion covers it until filled() has been called for all of its blocks. So it is not evicted, moved or given
+//        away meanwhile; and no reader and no peer gets it.
 //
 // Thread-safety: none; callers hold the lock of the space. Every method that throws has changed nothing.
 #pragma once
@@ -29,6 +33,12 @@
 
 namespace kvpool {
 
+// An insertion of blocks whose content is still to come.
+struct Fill {
+  IndexPin pin;                 // on its last page
+  std::uint32_t remaining = 0;  // how many blocks are not filled yet
+};
+
 class PromptCache final : private IndexObserver {
  public:
   // `blocks` outlives this. `audits`: whether audit_if_asked() audits. Throws kArgument, std::bad_alloc.
@@ -40,11 +50,20 @@ class PromptCache final : private IndexObserver {
 
   // `out` has room for n_tokens / block_tokens addresses.
   IndexHit match(std::string_view name_space, const Token* tokens, std::size_t n_tokens, Address* out);
-  // As match(), but does not count in the statistics, and finds only blocks of this pool.
+  // As match(), but does not count in the statistics, and finds only blocks of this pool whose content is there.
   IndexHit match_for_peer(std::string_view name_space, const Token* tokens, std::size_t n_tokens, Address* out);
   // All or nothing for the whole batch.
   std::vector<InsertOutcome> insert(std::string_view name_space, std::span<const InsertItem> items,
                                     bool free_duplicates);
+  // As insert() of one prompt. The content of the blocks that it stores is still to come (A17).
+  InsertOutcome insert_unfilled(std::string_view name_space, const InsertItem& item, bool free_duplicates);
+  // The content of these blocks is there, or nothing will write to them any more. Throws kState for a block that is not
+  // being filled.
+  void filled(std::span<const Address> addresses);
+  // Drops cached blocks and everything below them: those that are pinned are found no more, and become free with their
+  // last pin. Skips what is gone already. Returns how many. REQUIRES: nothing is being moved to DRAM. Throws kArgument,
+  // kNotOwner, kState for a block that is not cached, std::bad_alloc.
+  std::size_t forget(std::span<const Address> addresses);
   // Throws kState when some of it is pinned.
   std::size_t erase(std::string_view name_space, const Token* tokens, std::size_t n_tokens, bool descendants);
   // Drops up to n blocks of this medium, the coldest first, and everything below them, in any medium. Returns how many
@@ -126,6 +145,9 @@ class PromptCache final : private IndexObserver {
   void check_insertion(std::string_view name_space, const InsertItem& item);
   void take_back(const InsertItem& item, const IndexInsertion& insertion) noexcept;
 
+  void cut_before(std::span<const Address> pages);
+  void check_not_forgotten(std::span<const Address> pages) const;
+  void make_room_for_fill();
   void gather(std::span<const Address> given, PendingSwapIn& pending);
   void name_room(std::span<const Address> into, PendingSwapIn& pending);
   void redirect(PendingSwapIn& pending);
@@ -140,6 +162,8 @@ class PromptCache final : private IndexObserver {
   const bool audits_;
   PromptIndex index_;
   std::vector<Limbo> limbo_;
+  std::vector<Fill> fills_;
+  std::vector<std::uint32_t> free_fills_;  // of these, with room for all
   PoolCounters counters_;
   std::uint64_t dropped_blocks_ = 0;  // by the index, for whatever reason
   std::uint32_t move_stamp_ = 0;      // marks cached blocks, while a list is checked for duplicates

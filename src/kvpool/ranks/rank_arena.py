@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 from kvpool import _core
 from kvpool.errors import ArgumentError
 from kvpool.pool import Pool
+from kvpool.ranks.rank_blocks import RankBlocks
 from kvpool.transfer.gpu_routes import tell_unused
 from kvpool.transfer.libraries import nccl_library, ucx_library
 from kvpool.transfer.reshard import RankSlice
 from kvpool.transfer.ticket import RankTicket
-from kvpool.types import HBM, KVLayout
+from kvpool.types import HBM, KVLayout, Medium
 
 __all__ = ["RankArena"]
 
@@ -51,6 +52,7 @@ class RankArena:
     def __init__(self, ticket: RankTicket, memory: Pool, node: _core.RankNode, part: RankSlice) -> None:
         """Use `RankArena.join`."""
         self._memory = memory
+        self._blocks = RankBlocks(memory)
         self._node = node
         self.rank = ticket.rank
         self.slice = part
@@ -102,7 +104,7 @@ class RankArena:
             device=device,
             hbm=hbm,
             block_dim=block_dim,
-            **settings,
+            **settings | {"zero_on_alloc": False},  # the scheduler allocates
         )
         try:
             wanted = memory.settings
@@ -129,6 +131,68 @@ class RankArena:
     def tensor(self, medium: int = HBM) -> _core.KVTensor:
         """This rank's part of all blocks of a medium, as `Pool.tensor`. Index it with ``kvpool.block_ids(addrs)``."""
         return self._memory.tensor(medium)
+
+    @overload
+    def copy(
+        self,
+        source: Sequence[int],
+        target: Sequence[int],
+        medium: int,
+        *,
+        stream: _core.CudaStream | None = None,
+        wait: Literal[True] = True,
+    ) -> int: ...
+    @overload
+    def copy(
+        self,
+        source: Sequence[int],
+        target: Sequence[int],
+        medium: int,
+        *,
+        stream: _core.CudaStream | None = None,
+        wait: bool,
+    ) -> int | _core.BlockCopy: ...
+    def copy(
+        self,
+        source: Sequence[int],
+        target: Sequence[int],
+        medium: int,
+        *,
+        stream: _core.CudaStream | None = None,
+        wait: bool = True,
+    ) -> int | _core.BlockCopy:
+        """Copies this rank's part of blocks between its HBM and its DRAM. Thread-safe.
+
+        For an engine whose messages to its workers say what to copy, so that each worker can order the copies with its
+        own steps and streams. The scheduler's pool knows the blocks and their states, and hears nothing of this: it
+        names blocks that nobody else writes until every rank has copied its part. See ``filled`` of `Pool.insert`.
+
+        Args:
+            source: Numbers of the blocks to read: the scheduler's ``kvpool.block_ids(addrs)``, or the engine's own.
+            target: As many numbers of blocks to write, in the other medium.
+            medium: The medium of `target`: kvpool.DRAM or kvpool.HBM.
+            stream: As in `Pool.copy`.
+            wait: As in `Pool.copy`.
+
+        Returns:
+            How many blocks were copied; with ``wait=False`` the handle that `Pool.copy` returns.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: There is no such block or medium; other numbers of sources and targets; a
+                target twice.
+            StateError: Another copy of this rank writes one of the blocks, or reads one of the targets. Or the rank has
+                no blocks in one of the media.
+            PeerLost, DeviceLost, ClosedError: The rank is lost.
+            OutOfMemory: No memory for the copy.
+        """
+        self.check()
+        read = self._blocks.other_than(medium)
+        return self._memory.copy(
+            self._blocks.addresses(source, read),
+            self._blocks.addresses(target, Medium(medium)),
+            stream=stream,
+            wait=wait,
+        )
 
     @property
     def address(self) -> str:
