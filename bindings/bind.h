@@ -41,6 +41,7 @@ void bind_service(pybind11::module_& module, PoolClass& pool);
 void bind_members(PoolClass& pool);
 void bind_ranks(pybind11::module_& module, PoolClass& pool);
 void bind_transfer(pybind11::module_& module, PoolClass& pool);
+void bind_peer_match(pybind11::module_& module, PoolClass& pool);
 void bind_received(pybind11::module_& module, PoolClass& pool);
 
 // The name of the class in kvpool.errors for an error of the core.

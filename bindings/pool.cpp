@@ -453,6 +453,7 @@ Raises:
   bind_members(pool_class);
   bind_ranks(module, pool_class);
   bind_transfer(module, pool_class);
+  bind_peer_match(module, pool_class);
   bind_received(module, pool_class);
 }
 

@@ -194,6 +194,23 @@ TransferHandle fetch(const NodePointer& node, py::handle peer, py::handle addres
   return handle;
 }
 
+TransferHandle fetch_with_insert(const NodePointer& node, py::handle peer, py::handle tokens, py::handle name_space,
+                                 py::handle medium, py::handle evict, py::handle priority, py::handle timeout) {
+  PromptFetchRequest request;
+  request.peer = text_from(peer, "peer");
+  request.tokens = tokens_from(tokens).copy();
+  request.name_space = name_from(name_space);
+  request.medium = medium_choice_from(medium);
+  request.may_evict = flag_from(evict, "evict");
+  request.priority = priority_from(priority);
+  request.deadline_ns = deadline_from(timeout, node->timeout_ns());
+  Service& service = service_of(*node);
+  TransferHandle handle{pool_of(node), nullptr};
+  handle.transfer =
+      call_interruptibly([&](const GivenUp& given_up) { return service.fetch_prompt(std::move(request), given_up); });
+  return handle;
+}
+
 }  // namespace
 
 void bind_transfer(py::module_& module, PoolClass& pool) {
@@ -219,7 +236,7 @@ to a peer on this host is copied before this returns, more by threads of the poo
 Args:
     peer: Its name, from Peers.connect or a Received, or the name of a member of the pool's cluster, to which the pool
         connects first if necessary.
-    addrs: Blocks of this pool, active or cached.
+    addrs: Blocks of this pool, active or cached. None, with ``private``: a message to the receiving application alone.
     to: Blocks that the peer lent (``alloc(instance=...)``), one for each: the receiver need not be asked. They stay
         lent. Without it the receiver reserves blocks, which its application owns when the transfer is done.
     medium: Where the receiver reserves: kvpool.HBM, kvpool.DRAM or kvpool.MIXED.
@@ -297,7 +314,31 @@ Returns:
     A Transfer. A stream can wait for it in place of a thread: ``wait_on``.
 
 Raises:
-    As transfer. A block that has left its address at the owner: the handle raises StaleAddress.)");
+    As transfer. A block that has left its address at the owner: the handle raises StaleAddress.)")
+      .def("fetch_with_insert", &fetch_with_insert, py::arg("peer"), py::arg("tokens"), py::kw_only(),
+           py::arg("namespace") = "", medium, evict, priority, timeout,
+           R"(Brings what a peer has cached of a prompt here, and caches it: the mirror of transfer_with_insert.
+
+The peer is asked which blocks of the prompt it has. Those that this pool has cached already are not sent
+(``stats.skipped_blocks``), and if that is all of the prompt, the peer is not asked. The others are inserted here when all
+of them have arrived: all or nothing. ``addrs`` of the handle are the canonical addresses here of all that is cached now,
+so ``len(addrs) * block_tokens`` tokens are; none when neither pool has any. They are not pinned: match the prompt.
+Releases the GIL.
+
+Args:
+    peer: As in transfer.
+    tokens: Token ids; a block that is not whole is ignored. At most 1,048,576.
+    namespace: As in match, at the peer and here.
+    medium: Where this pool allocates. A pool with ``engine_allocates`` caches in kvpool.DRAM only.
+    evict: Whether cached blocks here may be evicted for it.
+    priority: "decode", "prefill" or "background".
+    timeout: Seconds; None: the setting ``timeout_s``.
+
+Returns:
+    A Transfer. ``reserve_us`` of its stats is the time until the peer had answered and this pool had blocks.
+
+Raises:
+    As transfer. The handle raises OutOfBlocks when there is no room here, and StateError when HBM is the engine's.)");
 }
 
 }  // namespace kvpool::bindings

@@ -78,6 +78,7 @@ from kvpool.ranks import RankArena
 from kvpool.transfer import (
     Batch,
     ParallelConfig,
+    PeerMatch,
     Received,
     ReceivedCallback,
     Transfer,
@@ -141,6 +142,7 @@ __all__ = [
     "PeerEvent",
     "PeerInfo",
     "PeerLost",
+    "PeerMatch",
     "Peers",
     "Pool",
     "PoolStats",

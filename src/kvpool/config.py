@@ -67,8 +67,9 @@ class Settings:
         timeout_s: Seconds that a verb waits if it is called without a `timeout`, or with None. Waiting for a transfer
             ends with the transfer's own deadline instead.
         lease_s: Seconds after which a silent peer is lost.
-        reserve_max_s: The longest time, in seconds, for which blocks are reserved for a peer's transfer. They are taken
-            back at the transfer's deadline or after this time, whichever is earlier, and when the peer is lost.
+        reserve_max_s: The longest time, in seconds, for which blocks are reserved for a peer's transfer, or held for
+            its match. They are taken back at the peer's own deadline or after this time, whichever is earlier, and when
+            the peer is lost.
         transfer_threads: Threads for large writes, which serve the peers in turn.
         trusted_network: Frames on TCP carry a checksum instead of a message authentication code, if the peer sets this
             as well. For networks on which no other party can send or change packets; not for the loopback of a
@@ -90,7 +91,8 @@ class Settings:
         reserved_max: The most blocks reserved for and lent to one peer together; above it the peer gets Busy.
         lend_max: The most blocks lent to all peers together, of all media; above it peers get Busy. -1: no limit.
             `Pool.peers.lend_max` changes it while the pool is in use.
-        viewed_max: The most blocks of this pool that one peer views for attention; above it the peer gets Busy.
+        viewed_max: The most blocks of this pool that one peer views for attention, and the most that it holds by
+            matches; above either the peer gets Busy.
         received_max: The most items that wait for the application (`Pool.inbox`); above it peers get Busy. A sixteenth
             of it, at least one, is reserved for each peer.
         attend_lent_max: The most attention calls of peers that run or wait in this pool; above it peers get Busy. 0: it

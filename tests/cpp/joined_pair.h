@@ -43,6 +43,8 @@ class Node {
   virtual const std::shared_ptr<Pool>& pool() = 0;
   virtual std::shared_ptr<Transfer> transfer(TransferRequest&& request) = 0;
   virtual std::shared_ptr<Transfer> fetch(FetchRequest&& request) = 0;  // names its destinations
+  virtual std::shared_ptr<PeerMatch> match_at(MatchRequest&& request) = 0;
+  virtual std::shared_ptr<Transfer> fetch_prompt(PromptFetchRequest&& request) = 0;
   virtual Addresses borrow(std::size_t n, MediumChoice medium) = 0;
   virtual void give_back(const Addresses& addresses) = 0;
   // The next item for the application, or null.
@@ -81,6 +83,20 @@ class JoinedPair {
     FetchRequest request;
     request.from = from;
     request.to = to;
+    request.deadline_ns = in_seconds(10);
+    return request;
+  }
+  MatchRequest match_request(const std::vector<Token>& tokens, double hold_seconds = 30) const {
+    MatchRequest request;
+    request.tokens = tokens;
+    request.hold_ns = static_cast<std::int64_t>(hold_seconds * static_cast<double>(kSecond));
+    request.deadline_ns = in_seconds(10);
+    return request;
+  }
+  PromptFetchRequest prompt_request(const std::vector<Token>& tokens, Medium medium = Medium::kHbm) const {
+    PromptFetchRequest request;
+    request.tokens = tokens;
+    request.medium = medium;
     request.deadline_ns = in_seconds(10);
     return request;
   }

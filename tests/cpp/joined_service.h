@@ -59,6 +59,14 @@ class ServiceNode final : public Node {
     request.peer = peer_;
     return service_.fetch(std::move(request));
   }
+  std::shared_ptr<PeerMatch> match_at(MatchRequest&& request) override {
+    request.peer = peer_;
+    return service_.match_at(std::move(request));
+  }
+  std::shared_ptr<Transfer> fetch_prompt(PromptFetchRequest&& request) override {
+    request.peer = peer_;
+    return service_.fetch_prompt(std::move(request));
+  }
   Addresses borrow(std::size_t n, MediumChoice medium) override {
     return service_.alloc(peer_, n, medium, /*may_evict=*/true, real_seconds(60));
   }

@@ -43,6 +43,15 @@ class SimNode final : public Node {
   std::shared_ptr<Transfer> fetch(FetchRequest&& request) override {
     return session_->fetch(request, /*frees_on_failure=*/false);
   }
+  std::shared_ptr<PeerMatch> match_at(MatchRequest&& request) override {
+    request.peer = session_->peer().name;
+    const auto match = std::make_shared<PeerMatch>(std::move(request), pool()->layout().block_tokens);
+    match->ask(session_);
+    return match;
+  }
+  std::shared_ptr<Transfer> fetch_prompt(PromptFetchRequest&& request) override {
+    return session_->fetch_prompt(std::move(request));
+  }
   Addresses borrow(std::size_t n, MediumChoice medium) override {
     return session_->borrow(n, medium, /*may_evict=*/true, process_.now_ns() + 5 * kSecond);
   }

@@ -55,6 +55,17 @@ TEST_CASE("messages are read as they were written, and with no other length") {
   CHECK(asked.to == fetch.to);
   check_length(write_body(fetch), read_fetch);
 
+  const MatchBody match{30'000, "tenant", {1, -2, 3}};
+  const MatchBody wanted = read_match(write_body(match));
+  CHECK(wanted.hold_ms == 30'000);
+  CHECK(wanted.name_space == "tenant");
+  CHECK(wanted.tokens == match.tokens);
+  check_length(write_body(match), read_match);
+  const MatchedBody matched = read_matched(write_body(MatchedBody{7, {1, 2}}));
+  CHECK(matched.hold_ms == 7);
+  CHECK(matched.addresses == std::vector<Address>{1, 2});
+  check_length(write_body(matched), read_matched);
+
   const LendBody lend{9, Medium::kDram, false};
   CHECK(read_lend(write_body(lend)).blocks == 9);
   CHECK(read_lend(write_body(lend)).medium == Medium::kDram);

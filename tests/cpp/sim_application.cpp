@@ -25,7 +25,9 @@ void SimWorld::live_on(Member& member) {
 
 void SimWorld::act(Member& member) {
   const std::uint64_t drawn = clock_.dice().below(100);
-  if (drawn < 35) return transfer(member);
+  if (drawn < 29) return transfer(member);
+  if (drawn < 32) return match_at(member);
+  if (drawn < 36) return fetch_prompt(member);
   if (drawn < 43) return fetch(member);
   if (drawn < 46) return view(member);
   if (drawn < 48) {

@@ -36,6 +36,7 @@ void SimWorld::look_at_jobs(Member& member) {
   }
   check_owned(member);
   check_views(member);
+  check_matches(member);
 }
 
 void SimWorld::conclude(Member& member, Job& job) {
@@ -47,7 +48,8 @@ void SimWorld::conclude(Member& member, Job& job) {
     error = failure;
   }
   clock_.log("over", job.serial, error ? 1 + static_cast<std::uint64_t>(error->code()) : 0);
-  const bool fetch = job.kind == Job::Kind::kFetch;
+  const bool by_tokens = job.kind == Job::Kind::kFetchPrompt;
+  const bool fetch = job.kind == Job::Kind::kFetch || by_tokens;
   if (!error) {
     count("successes");
     check_success(member, job);
@@ -75,7 +77,7 @@ void SimWorld::conclude(Member& member, Job& job) {
         fail("R3: request " + std::to_string(job.serial) + " failed: " + error->what());
     }
   }
-  if (fetch && !error) {
+  if (fetch && !error && !by_tokens) {
     for (std::size_t i = 0; i < job.local.size(); ++i) member.owned.push_back({job.local[i], job.stamps[i]});
     return;
   }
@@ -95,6 +97,7 @@ void SimWorld::check_success(Member& member, const Job& job) {
     }
     return;
   }
+  if (job.kind == Job::Kind::kFetchPrompt) return check_cached(member);
   const std::vector<Address>& there = job.transfer->addresses();
   if (there.size() != job.stamps.size()) return fail("R1: another number of blocks than were sent");
   // What is lent stays as it is until the next transfer, unless the link has ended since.
@@ -134,7 +137,10 @@ void SimWorld::become_quiet() {
   const SimFaults before = faults_;
   faults_.lose = faults_.reorder = faults_.replay = faults_.damage = faults_.busy = 0;
   clock_.run(clock_.now_ns() + kQuietNs, failed);
-  for (Member* member : now_) end_views(*member);
+  for (Member* member : now_) {
+    end_views(*member);
+    member->matched.clear();
+  }
   for (Member* member : now_) {
     if (failed()) return;
     if (!member->jobs.empty()) return fail("R3: a request has not ended");
@@ -169,6 +175,7 @@ void SimWorld::check_quiet(Member& member) {
     member.owned.clear();
     for (const auto& peering : member.peerings) {
       const ReceiverCounts counts = peering->session->counts();
+      if (peering->session->match_counts().holds > 0) return fail("R2: a session holds a match that was closed");
       const std::uint32_t left = counts.lent + counts.reserved + counts.quarantined + counts.transfers;
       if (left > 0 || counts.promised > 0 || peering->session->writes_under_way() > 0) {
         return fail("R2: a session keeps " + std::to_string(counts.lent) + " lent, " + std::to_string(counts.reserved) +

@@ -89,6 +89,9 @@ class SimBlocks final : public BlockHost {
   void release_reading(std::span<const Address> addresses) noexcept override {
     if (!bugs_.no_holds && !bugs_.keep_holds) blocks_.release_reading(addresses);
   }
+  CachedPrefix match(std::string_view name_space, std::span<const Token> tokens) override {
+    return blocks_.match(name_space, tokens);
+  }
   void expect_writes(std::span<const Address> addresses, Writer writer) override {
     blocks_.expect_writes(addresses, writer);
   }

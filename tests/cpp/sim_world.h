@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "kvpool/sequences/readable_blocks.h"
+#include "kvpool/transfer/peer_match.h"
 #include "kvpool/views/remote_view.h"
 #include "sim_process.h"
 
@@ -60,7 +61,7 @@ class SimWorld {
     bool gone_proved = false;                   // that the other side writes nothing any more
   };
   struct Job {
-    enum class Kind : std::uint8_t { kPlain, kInsert, kNamed, kNamedInsert, kFetch };
+    enum class Kind : std::uint8_t { kPlain, kInsert, kNamed, kNamedInsert, kFetch, kFetchPrompt };
     Kind kind = Kind::kPlain;
     std::shared_ptr<Transfer> transfer;
     Peering* peering = nullptr;
@@ -85,6 +86,12 @@ class SimWorld {
     std::vector<Address> addresses;
     std::vector<std::uint64_t> stamps;
   };
+  // What the application has matched at a peer.
+  struct Matched {
+    Peering* peering = nullptr;
+    std::shared_ptr<PeerMatch> match;
+    Token prompt = 0;
+  };
   // What it is reading of them through a mapping.
   struct Reading {
     Member* owner = nullptr;
@@ -100,6 +107,7 @@ class SimWorld {
     std::vector<std::unique_ptr<Received>> pinned;
     std::vector<Viewed> viewed;
     std::vector<std::unique_ptr<Reading>> readings;
+    std::vector<Matched> matched;
     std::int64_t slow_until_ns = 0;
     std::int64_t resumed_ns = 0;
   };
@@ -146,6 +154,11 @@ class SimWorld {
   void end_reading(Member& member, Reading& reading);
   void check_views(Member& member);
   void end_views(Member& member);
+
+  // sim_matches.cpp: what they ask for by its tokens
+  void match_at(Member& member);
+  void fetch_prompt(Member& member);
+  void check_matches(Member& member);
 
   Peering* any_peering(Member& member);
   std::vector<Owned> blocks_of(Member& owner);

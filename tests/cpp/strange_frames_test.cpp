@@ -210,8 +210,9 @@ class Inventor {
                                         FrameKind::kCall, FrameKind::kCall,   FrameKind::kCall,   FrameKind::kCall,
                                         FrameKind::kData, FrameKind::kData,   FrameKind::kData,   FrameKind::kCancel,
                                         FrameKind::kData, FrameKind::kAnswer, FrameKind::kRefused};
-  static constexpr std::array kVerbs = {&kLendVerb,     &kLendVerb,     &kReturnVerb,  &kReserveVerb, &kReserveVerb,
-                                        &kCompleteVerb, &kCompleteVerb, &kAbandonVerb, &kFetchVerb};
+  static constexpr std::array kVerbs = {&kLendVerb,    &kLendVerb,     &kReturnVerb,   &kReserveVerb,
+                                        &kReserveVerb, &kCompleteVerb, &kCompleteVerb, &kAbandonVerb,
+                                        &kFetchVerb,   &kMatchVerb,    &kUnmatchVerb};
 
   std::uint64_t id() { return dice_.one_in(50) ? dice_.any() : 1 + dice_.below(12); }
 
@@ -282,6 +283,11 @@ class Inventor {
         if (body.has_private) body.private_bytes = some_bytes(dice_.below(60));
         body.has_checksum = dice_.one_in(6);
         return write_body(body);
+      }
+      case kMatchVerb.number: {
+        Tokens tokens = prompt(static_cast<Token>(dice_.below(9)), 1 + dice_.below(3));
+        if (dice_.one_in(4)) tokens.pop_back();
+        return write_body(MatchBody{static_cast<std::uint32_t>(dice_.any()), "", std::move(tokens)});
       }
       case kFetchVerb.number: {
         FetchBody body;

@@ -161,6 +161,10 @@ Bytes sample_body(std::uint32_t kind) {
       return write_body(FetchBody{Priority::kBackground, addresses, addresses});
     case 5:
       return write_addresses(addresses);
+    case 6:
+      return write_body(MatchBody{30000, "tenant", {1, -2, 3}});
+    case 7:
+      return write_body(MatchedBody{30000, addresses});
     default:
       return write_error(Error(ErrorCode::kBusy, "too many", {{"limit", 7}, {"retry_after_us", 10000}}));
   }
@@ -181,11 +185,15 @@ Bytes read_and_write(std::uint32_t kind, const Bytes& bytes) {
       return write_body(read_fetch(bytes));
     case 5:
       return write_addresses(read_addresses(bytes));
+    case 6:
+      return write_body(read_match(bytes));
+    case 7:
+      return write_body(read_matched(bytes));
     default:
       return write_error(read_error(bytes));
   }
 }
-constexpr std::uint32_t kBodyKinds = 7;
+constexpr std::uint32_t kBodyKinds = 9;
 
 // Gives bytes to one side, in pieces, and returns how it ended. Its answer is short, whatever it receives.
 void feed(Dice& dice, Handshake& side, const Bytes& bytes, Bytes& out) {

@@ -65,6 +65,7 @@ PUBLIC = [
     "PeerInfo",
     "PartialAttention",
     "PeerLost",
+    "PeerMatch",
     "Peers",
     "Pool",
     "PoolStats",
@@ -179,8 +180,9 @@ def _names(body: list[ast.stmt]) -> dict[str, set[str] | None]:
 
 POOL = [
     "adopt", "alloc", "arena", "attach", "attend", "audit", "batch", "close", "closed", "copy", "delete", "evict",
-    "explain_match", "fetch", "filled", "forget", "free", "inbox", "insert", "load", "match", "peers", "ranks",
-    "save", "sequence", "stats", "subscribe", "swap_in", "swap_out", "tensor", "transfer", "transfer_with_insert",
+    "explain_match", "fetch", "fetch_with_insert", "filled", "forget", "free", "inbox", "insert", "load", "match",
+    "peers", "ranks", "save", "sequence", "stats", "subscribe", "swap_in", "swap_out", "tensor", "transfer",
+    "transfer_with_insert",
 ]  # fmt: skip
 
 

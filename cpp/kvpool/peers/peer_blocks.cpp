@@ -112,6 +112,29 @@ bool PeerBlocks::take(std::size_t n, MediumChoice medium, BlockState to, Writer 
   return false;
 }
 
+CachedPrefix PeerBlocks::pin_cached(std::string_view name_space, std::span<const Token> tokens) {
+  CachedPrefix cached;
+  cached.addresses.resize(tokens.size() / layout().block_tokens);
+  const IndexHit hit = pool_.for_peers().match(name_space, tokens.data(), tokens.size(), cached.addresses.data());
+  if (hit.pin.node != nullptr) {
+    try {
+      cached.hold = std::make_shared<PrefixHold>(pool_, hit.pin);
+    } catch (...) {
+      pool_.unpin(&hit.pin, 1);
+      throw;
+    }
+  }
+  cached.addresses.resize(hit.pages);
+  return cached;
+}
+
+CachedPrefix PeerBlocks::match(std::string_view name_space, std::span<const Token> tokens) {
+  CachedPrefix cached = pin_cached(name_space, tokens);
+  if (cached.addresses.empty()) cached.hold = nullptr;  // what is pinned then is of other instances
+  add_instance(cached.addresses);
+  return cached;
+}
+
 std::optional<Reservation> PeerBlocks::reserve(const ReserveSpec& spec, Writer writer, Room room) {
   Reservation reservation;
   if (spec.insert) {
@@ -123,18 +146,9 @@ std::optional<Reservation> PeerBlocks::reserve(const ReserveSpec& spec, Writer w
                   {{"tokens", static_cast<std::int64_t>(spec.tokens.size())},
                    {"block_tokens", static_cast<std::int64_t>(page)}});
     }
-    reservation.held.resize(spec.blocks);
-    const IndexHit hit =
-        pool_.for_peers().match(spec.name_space, spec.tokens.data(), spec.tokens.size(), reservation.held.data());
-    if (hit.pin.node != nullptr) {
-      try {
-        reservation.hold = std::make_shared<PrefixHold>(pool_, hit.pin);
-      } catch (...) {
-        pool_.unpin(&hit.pin, 1);
-        throw;
-      }
-    }
-    reservation.held.resize(hit.pages);
+    CachedPrefix cached = pin_cached(spec.name_space, spec.tokens);
+    reservation.held = std::move(cached.addresses);
+    reservation.hold = std::move(cached.hold);
   }
   const std::size_t missing = spec.blocks - reservation.held.size();
   reservation.addresses.resize(missing);

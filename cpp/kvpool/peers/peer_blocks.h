@@ -7,6 +7,7 @@
 #include <mutex>
 #include <optional>
 #include <span>
+#include <string_view>
 #include <vector>
 
 #include "kvpool/base/media_set.h"
@@ -39,6 +40,7 @@ class PeerBlocks final : public BlockHost {
   std::unique_ptr<StagingBuffer> staging_buffer(std::span<const Address> blocks, std::vector<iovec>& pieces,
                                                 std::uint64_t bytes) override;
   void expect_staging_buffer() override;
+  CachedPrefix match(std::string_view name_space, std::span<const Token> tokens) override;
   std::shared_ptr<const DeviceOrder> device_order() override;
   void hold_for_reading(std::span<const Address> addresses, std::uint64_t for_incarnation) override;
   void release_reading(std::span<const Address> addresses) noexcept override;
@@ -53,6 +55,7 @@ class PeerBlocks final : public BlockHost {
   void let_go() noexcept;
 
  private:
+  CachedPrefix pin_cached(std::string_view name_space, std::span<const Token> tokens);
   IndexPin insert(const Delivery& delivery, std::vector<Address>& cached);
   std::shared_ptr<DeviceStaging> staging() const;
   void add_instance(std::span<Address> addresses) const noexcept;

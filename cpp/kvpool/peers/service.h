@@ -45,6 +45,7 @@
 #include "kvpool/peers/service_options.h"
 #include "kvpool/peers/writer_quarantine.h"
 #include "kvpool/transfer/handle.h"
+#include "kvpool/transfer/peer_match.h"
 #include "kvpool/transfer/recall_result.h"
 #include "kvpool/transfer/request.h"
 #include "kvpool/transfer/session_host.h"
@@ -104,6 +105,13 @@ class Service final : private SessionHost {
   // blocks are allocated as by alloc(), and freed if the fetch fails. If `peer` is empty, it is the owner of the
   // addresses.
   std::shared_ptr<Transfer> fetch(FetchRequest&& request, const GivenUp& given_up = {});
+  // Brings what a peer has cached of a prompt, and this pool has not, into the index: addresses() of the handle are
+  // where the whole of it lies then. All of it, or nothing.
+  std::shared_ptr<Transfer> fetch_prompt(PromptFetchRequest&& request, const GivenUp& given_up = {});
+  // Asks a peer which blocks of a prompt it has cached, and to hold them. Never waits: if the peer is a member of the
+  // cluster that is not connected yet, another thread connects. What goes wrong later is the handle's error, as is
+  // kPeerLost. Throws kArgument, kClosed.
+  std::shared_ptr<PeerMatch> match_at(MatchRequest&& request);  // service_match.cpp
 
   // The session with the one peer that owns all these blocks. Connects to a member of the cluster first, if necessary.
   // Throws kArgument unless they have one owner, kPeerLost, kFenced, kClosed, kCancelled.

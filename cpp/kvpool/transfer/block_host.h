@@ -14,6 +14,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "kvpool/base/address.h"
@@ -37,6 +38,12 @@ struct ReserveSpec {
   bool insert = false;
   std::string name_space;
   std::vector<Token> tokens;
+};
+
+// The beginning of a prompt that is cached here.
+struct CachedPrefix {
+  std::vector<Address> addresses;
+  std::shared_ptr<void> hold;  // pins them; null if nothing is cached
 };
 
 struct Reservation {
@@ -134,6 +141,9 @@ class BlockHost {
   virtual void expect_staging_buffer() {}
 
   // --- for transfers from here ---
+
+  // The longest prefix of these tokens that is cached here and that a peer may read: see PromptCache::match_for_peer.
+  virtual CachedPrefix match(std::string_view name_space, std::span<const Token> tokens) = 0;
 
   // The order after all work that this pool's GPU has been given so far; null without a GPU.
   virtual std::shared_ptr<const DeviceOrder> device_order() { return nullptr; }

@@ -21,12 +21,14 @@ constexpr std::int64_t kLifetimeNsMax = 1'000'000LL << 30;  // of a fetch whose 
 
 // --- the one who asks ---
 
-Fetch::Fetch(std::shared_ptr<Session> session, std::uint64_t id, const FetchRequest& request, bool frees_on_failure)
+Fetch::Fetch(std::shared_ptr<Session> session, std::uint64_t id, const FetchRequest& request, bool frees_on_failure,
+             std::shared_ptr<FetchTaker> taker)
     : AwaitedTransfer(std::move(session), id, request.deadline_ns),
       from_(request.from),
       to_(request.to),
       priority_(request.priority),
-      frees_on_failure_(frees_on_failure) {
+      frees_on_failure_(frees_on_failure || taker != nullptr),
+      taker_(std::move(taker)) {
   const auto n = static_cast<std::int64_t>(from_.size());
   if (from_.empty() || from_.size() > kAddressesMax || to_.size() != from_.size()) {
     throw Error(ErrorCode::kArgument,
@@ -44,7 +46,9 @@ Fetch::Fetch(std::shared_ptr<Session> session, std::uint64_t id, const FetchRequ
                  {"instance", instance_of(from_[i])}});
   }
   room_ = Receiver::quarantine_room(id_, to_);
-  session_->host().blocks().expect_writes(to_, {session_->peer().incarnation, mark_of(id_)});
+  if (taker_ == nullptr) {
+    session_->host().blocks().expect_writes(to_, {session_->peer().incarnation, mark_of(id_)});
+  }
   expecting_ = true;
 }
 
@@ -53,7 +57,8 @@ Fetch::Fetch(std::shared_ptr<Session> session, std::uint64_t id, const FetchRequ
 Fetch::~Fetch() {
   if (!expecting_) return;
   Receiver& receiver = session_->receiver();
-  if (receiver.end_fetch(to_, [&] { session_->host().blocks().end_writes(to_); })) return;
+  BlockHost& blocks = session_->host().blocks();
+  if (receiver.end_fetch(to_, [&] { taker_ == nullptr ? blocks.end_writes(to_) : blocks.release(to_); })) return;
   receiver.quarantine(std::move(room_));
   receiver.on_fetch_over(id_);
 }
@@ -110,7 +115,7 @@ void Fetch::tell_cancelled() { session_->calls().cancel(kFetchVerb, id_); }
 void Fetch::end(Lock& lock, std::optional<Error> error, bool may_still_write) {
   Receiver& receiver = session_->receiver();
   const std::shared_ptr<HeldBlocks> held = held_;
-  const bool placing = !may_still_write && !receiver.end_fetch(to_, [&] { give_back(error.has_value(), held.get()); });
+  const bool placing = !may_still_write && !receiver.end_fetch(to_, [&] { give_back(error, held.get()); });
   if (placing) {  // a pass that was announced behind the owner's word that it writes no more
     error = Error(ErrorCode::kProtocol, session_->peer().name + " writes for a fetch that it has said is over");
   }
@@ -118,6 +123,7 @@ void Fetch::end(Lock& lock, std::optional<Error> error, bool may_still_write) {
   expecting_ = false;
   total_us_ = elapsed_us();
   const std::shared_ptr<WaitWord> word = std::move(word_);
+  const std::shared_ptr<FetchTaker> taker = std::move(taker_);
   // Under the lock: the answer may come at any time, and finds either the fetch or the quarantine.
   if (may_still_write || placing) {
     if (held != nullptr) held->take_over();
@@ -128,14 +134,19 @@ void Fetch::end(Lock& lock, std::optional<Error> error, bool may_still_write) {
   lock.unlock();
   session_->calls().forget(id_);
   const std::uint64_t bytes = error ? 0 : bytes_total();
-  finish_waiting(TransferKind::kFetch, bytes, std::move(error));
+  finish_waiting(TransferKind::kFetch, bytes, error);
   if (word != nullptr) word->set();
+  if (taker != nullptr) taker->on_fetched(error);
 }
 
 // Streams may still use the destinations of a fetch that has failed.
-void Fetch::give_back(bool failed, HeldBlocks* held) noexcept {
+void Fetch::give_back(std::optional<Error>& error, HeldBlocks* held) noexcept {
   BlockHost& blocks = session_->host().blocks();
-  if (!failed || !frees_on_failure_) return blocks.end_writes(to_);
+  if (!error && taker_ != nullptr) {
+    error = taker_->take();
+    if (!error) return;
+  }
+  if (!error || !frees_on_failure_) return blocks.end_writes(to_);
   if (held == nullptr) return blocks.release(to_);
   held->take_over();
   blocks.quarantine(to_);

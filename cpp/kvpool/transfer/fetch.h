@@ -22,10 +22,23 @@
 
 namespace kvpool {
 
+// Takes over the destinations of a fetch, in place of the caller who would own them.
+class FetchTaker {
+ public:
+  virtual ~FetchTaker() = default;
+  // They have their content. Returns why they cannot be taken over: then the fetch has failed. Called under locks of
+  // the session; the pool's may be taken.
+  virtual std::optional<Error> take() noexcept = 0;
+  // The fetch has ended. Called once, without locks.
+  virtual void on_fetched(const std::optional<Error>& error) noexcept = 0;
+};
+
 class Fetch final : public AwaitedTransfer {
  public:
-  // Throws what fetch() throws, and has changed nothing then.
-  Fetch(std::shared_ptr<Session> session, std::uint64_t id, const FetchRequest& request, bool frees_on_failure);
+  // With a taker, the destinations are not the caller's but reserved for this fetch (the peer's incarnation, and the
+  // mark of the id); a failure frees them. Throws what fetch() throws, and has changed nothing then.
+  Fetch(std::shared_ptr<Session> session, std::uint64_t id, const FetchRequest& request, bool frees_on_failure,
+        std::shared_ptr<FetchTaker> taker = nullptr);
   ~Fetch() override;
   void start();
 
@@ -48,13 +61,14 @@ class Fetch final : public AwaitedTransfer {
   bool withdraw() noexcept override;
   std::optional<Error> outcome() const;
   void end(Lock& lock, std::optional<Error> error, bool may_still_write);
-  void give_back(bool failed, HeldBlocks* held) noexcept;
+  void give_back(std::optional<Error>& error, HeldBlocks* held) noexcept;
   void tell_cancelled();
 
   const std::vector<Address> from_;
   const std::vector<Address> to_;
   const Priority priority_;
   const bool frees_on_failure_;
+  std::shared_ptr<FetchTaker> taker_;  // until the end
   Phase phase_ = Phase::kAsked;
   bool expecting_ = false;
   Receiver::QuarantineRoom room_;  // for the destinations

@@ -174,6 +174,39 @@ FetchBody read_fetch(std::span<const std::byte> bytes) {
   return body;
 }
 
+Bytes write_body(const MatchBody& body) {
+  Bytes out;
+  out.reserve(16 + body.name_space.size() + body.tokens.size() * sizeof(Token));
+  WireWriter(out).number(body.hold_ms).text(body.name_space).array(std::span<const Token>(body.tokens));
+  return out;
+}
+
+MatchBody read_match(std::span<const std::byte> bytes) {
+  WireReader in(bytes);
+  MatchBody body;
+  body.hold_ms = in.number<std::uint32_t>();
+  body.name_space = in.text(kNamespaceBytesMax);
+  body.tokens = read_tokens(in);
+  in.finish();
+  return body;
+}
+
+Bytes write_body(const MatchedBody& body) {
+  Bytes out;
+  out.reserve(8 + body.addresses.size() * sizeof(Address));
+  WireWriter(out).number(body.hold_ms).array(std::span<const Address>(body.addresses));
+  return out;
+}
+
+MatchedBody read_matched(std::span<const std::byte> bytes) {
+  WireReader in(bytes);
+  MatchedBody body;
+  body.hold_ms = in.number<std::uint32_t>();
+  body.addresses = in.array<Address>(kAddressesMax);
+  in.finish();
+  return body;
+}
+
 Bytes write_addresses(std::span<const Address> addresses) {
   Bytes out;
   out.reserve(4 + addresses.size() * sizeof(Address));

@@ -56,6 +56,17 @@ struct FetchBody {
   std::vector<Address> to;    // of the caller, reserved for the owner
 };
 
+struct MatchBody {
+  std::uint32_t hold_ms = 0;  // how long the caller wants the blocks held
+  std::string name_space;
+  std::vector<Token> tokens;
+};
+
+struct MatchedBody {
+  std::uint32_t hold_ms = 0;       // how long they are held, from now on
+  std::vector<Address> addresses;  // of the owner: the cached beginning of the prompt
+};
+
 inline constexpr std::size_t kErrorTextMax = 4096;
 inline constexpr std::size_t kErrorFieldsMax = 16;
 inline constexpr std::size_t kErrorNameMax = 64;
@@ -66,6 +77,8 @@ Bytes write_body(const ReserveBody& body);
 Bytes write_body(const ReservedBody& body);
 Bytes write_body(const CompleteBody& body);
 Bytes write_body(const FetchBody& body);
+Bytes write_body(const MatchBody& body);
+Bytes write_body(const MatchedBody& body);
 Bytes write_addresses(std::span<const Address> addresses);  // of lend, return and complete
 Bytes write_error(const Error& error);                      // kRefused
 
@@ -75,6 +88,8 @@ ReserveBody read_reserve(std::span<const std::byte> bytes);
 ReservedBody read_reserved(std::span<const std::byte> bytes);
 CompleteBody read_complete(std::span<const std::byte> bytes);
 FetchBody read_fetch(std::span<const std::byte> bytes);
+MatchBody read_match(std::span<const std::byte> bytes);
+MatchedBody read_matched(std::span<const std::byte> bytes);
 std::vector<Address> read_addresses(std::span<const std::byte> bytes);
 Error read_error(std::span<const std::byte> bytes);
 

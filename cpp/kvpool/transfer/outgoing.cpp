@@ -59,7 +59,9 @@ void Outgoing::check_request() const {
   };
   const auto n = static_cast<std::int64_t>(request_.from.size());
   const auto limit = static_cast<std::int64_t>(kAddressesMax);
-  if (n == 0) fail("a transfer needs blocks: the list of addresses is empty", {{"given", 0}});
+  if (n == 0 && !is_message()) {
+    fail("a transfer needs blocks, or private bytes without a prompt: the list of addresses is empty", {{"given", 0}});
+  }
   if (n > limit) {
     fail(std::to_string(n) + " blocks in one transfer; at most " + std::to_string(limit),
          {{"blocks", n}, {"blocks_max", limit}});
@@ -87,6 +89,11 @@ void Outgoing::check_request() const {
          {{"tokens", static_cast<std::int64_t>(request_.tokens.size())},
           {"maximum", static_cast<std::int64_t>(kTokenBytesMax / sizeof(Token))}});
   }
+}
+
+// No blocks: the application gets the private bytes alone.
+bool Outgoing::is_message() const noexcept {
+  return request_.from.empty() && request_.private_bytes && !request_.insert && !request_.streamed;
 }
 
 // Nobody needs to be told: the destinations are the sender's, and it has written them itself.

@@ -56,6 +56,7 @@ class Outgoing final : public AwaitedTransfer {
   bool withdraw() noexcept override;
   void check_request() const;
   bool is_quiet() const noexcept;
+  bool is_message() const noexcept;
   void begin();
   void reserve();
   void on_reserved(Lock& lock, const ReservedBody& body);

@@ -54,6 +54,16 @@ struct FetchRequest {
   std::int64_t deadline_ns = 0;  // CLOCK_MONOTONIC
 };
 
+struct PromptFetchRequest {
+  std::string peer;
+  std::string name_space;
+  std::vector<Token> tokens;  // a block that is not whole is ignored
+  MediumChoice medium = Medium::kHbm;
+  bool may_evict = true;
+  Priority priority = Priority::kPrefill;
+  std::int64_t deadline_ns = 0;  // CLOCK_MONOTONIC
+};
+
 // The cost of one transfer. Times in microseconds.
 struct TransferStats {
   std::string route;

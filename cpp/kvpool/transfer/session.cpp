@@ -8,6 +8,7 @@
 #include "kvpool/transfer/fetch.h"
 #include "kvpool/transfer/outgoing.h"
 #include "kvpool/transfer/peer_reads.h"
+#include "kvpool/transfer/prompt_fetch.h"
 
 namespace kvpool {
 namespace {
@@ -31,6 +32,7 @@ void Session::start(std::shared_ptr<Link> link, std::vector<std::shared_ptr<Rout
   if (calls_ == nullptr) {
     calls_ = std::make_shared<PeerCalls>(host_, peer_.name, link, weak_from_this());
     receiver_ = std::make_shared<Receiver>(host_, peer_, peer_writes_directly_);  // may live longer than the link
+    matches_ = std::make_unique<HeldMatches>(host_);
     serve_verbs();
     reads_ = host_.make_reads(peer_, peer_writes_directly_);
     if (reads_ != nullptr) reads_->serve(*calls_);
@@ -113,6 +115,13 @@ std::shared_ptr<Outgoing> Session::prepare(TransferRequest&& request) {
 std::shared_ptr<Transfer> Session::fetch(const FetchRequest& request, bool frees_on_failure) {
   if (lost()) throw_lost();
   auto fetch = std::make_shared<Fetch>(shared_from_this(), calls_->next_id() | kFetchBit, request, frees_on_failure);
+  fetch->start();
+  return fetch;
+}
+
+std::shared_ptr<Transfer> Session::fetch_prompt(PromptFetchRequest&& request) {
+  if (lost()) throw_lost();
+  auto fetch = std::make_shared<PromptFetch>(shared_from_this(), calls_->next_id(), std::move(request));
   fetch->start();
   return fetch;
 }
@@ -229,11 +238,18 @@ void Session::serve_verbs() {
   serve(kFetchVerb, read_fetch, [this](const CallPointer& call, FetchBody&& body) { on_fetch(call, std::move(body)); });
   serve(kRecallVerb, read_addresses,
         [this](const CallPointer& call, const std::vector<Address>& addresses) { on_recall(call, addresses); });
+  serve(kMatchVerb, read_match,
+        [this](const CallPointer& call, const MatchBody& body) { matches_->on_match(*call, body); });
+  calls_->serve(kUnmatchVerb, PeerCalls::Runs::kHere,
+                [this](const CallPointer& call, Bytes&& /*request*/) { matches_->on_unmatch(*call); });
   calls_->serve(kAbandonVerb, PeerCalls::Runs::kHere,
                 [=](const CallPointer& call, Bytes&& /*request*/) { receiver->on_abandon(call); });
-  // What was lent goes back.
+  // What was lent goes back, and what was held is let go.
   calls_->when_late(kLendVerb, [this](Message&& answer) {
     if (answer.kind == FrameKind::kAnswer) calls_->post(kReturnVerb, calls_->next_id(), answer.body);
+  });
+  calls_->when_late(kMatchVerb, [this](Message&& answer) {
+    if (answer.kind == FrameKind::kAnswer) calls_->post(kUnmatchVerb, answer.id);
   });
   calls_->when_late(kRecallVerb, [=](Message&& answer) {
     if (answer.kind == FrameKind::kAnswer) receiver->on_recall_over(answer.id);
@@ -306,6 +322,7 @@ void Session::on_closed(const Error& why) {
 // Nothing arrives any more, and nothing is being placed.
 void Session::end_receiving() {
   receiver_->on_lost();
+  matches_->on_lost();
   if (reads_ != nullptr) reads_->on_lost();
   parting_.advance(PartingState::kSettled);
   if (writes_under_way() > 0) return;
@@ -314,7 +331,7 @@ void Session::end_receiving() {
 }
 
 std::int64_t Session::tick(std::int64_t now_ns) {
-  return std::min({receiver_->tick(now_ns), calls_->tick(now_ns), tick_recalls(now_ns)});
+  return std::min({receiver_->tick(now_ns), matches_->tick(now_ns), calls_->tick(now_ns), tick_recalls(now_ns)});
 }
 
 }  // namespace kvpool

@@ -29,6 +29,7 @@
 #include "kvpool/transfer/borrowed.h"
 #include "kvpool/transfer/departing_peer.h"
 #include "kvpool/transfer/handle.h"
+#include "kvpool/transfer/held_matches.h"
 #include "kvpool/transfer/parting.h"
 #include "kvpool/transfer/peer_calls.h"
 #include "kvpool/transfer/peer_reads.h"
@@ -73,6 +74,8 @@ class Session final : public LinkHandler, public DepartingPeer, public std::enab
   std::shared_ptr<Outgoing> prepare(TransferRequest&& request);
   // `frees_on_failure`: a failure frees the destinations.
   std::shared_ptr<Transfer> fetch(const FetchRequest& request, bool frees_on_failure);
+  // Brings what the peer has cached of a prompt, and this pool has not, into the index here.
+  std::shared_ptr<Transfer> fetch_prompt(PromptFetchRequest&& request);
   // If the limits ask for it, measures the routes between each pair of media that has several and is unmeasured, and
   // returns when it has, after a short time. A measurement that fails leaves the guess. Throws kCancelled when the
   // caller has given up.
@@ -90,6 +93,7 @@ class Session final : public LinkHandler, public DepartingPeer, public std::enab
   // The routes that have failed and have not worked since.
   std::vector<RouteFailure> route_failures() const;
   ReceiverCounts counts() const { return receiver_->counts(); }
+  MatchCounts match_counts() const { return matches_->counts(); }
   std::uint32_t borrowed_blocks() const noexcept { return borrowed_.count(); }
   // The number of this side's calls, and of the fetches that it serves, that have not ended.
   std::uint32_t under_way() const;
@@ -215,6 +219,7 @@ class Session final : public LinkHandler, public DepartingPeer, public std::enab
   BorrowedBlocks borrowed_;
   std::shared_ptr<PeerCalls> calls_;
   std::shared_ptr<Receiver> receiver_;
+  std::unique_ptr<HeldMatches> matches_;
   std::shared_ptr<PeerReads> reads_;               // null if the host has none
   std::shared_ptr<RouteReceiver> route_receiver_;  // of a route that has one; as receiver_, from start() on
   const std::shared_ptr<RequestBytes> deferred_ = std::make_shared<RequestBytes>();  // what waits for it

@@ -26,6 +26,7 @@ struct SessionLimits {
   std::int64_t reserve_max_ns = 600'000'000'000;  // the longest life of a reservation
   std::uint32_t transfers_max = 4096;             // of one peer, under way
   std::uint32_t reserved_max = 1U << 20;          // blocks that one peer may hold here, reserved and lent together
+  std::uint32_t matched_max = 1U << 22;           // blocks that one peer may hold by matches
   bool measure_routes = false;                    // if there is a choice of routes: see route_probe.h
   std::int64_t measure_ns = 50'000'000;           // a measurement begins no write after this time
   std::size_t request_bytes_max = std::size_t{256} << 20;  // memory of one peer's requests: request_bytes.h

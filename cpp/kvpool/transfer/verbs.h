@@ -65,5 +65,15 @@ inline constexpr Verb kUnviewVerb{9,
                                   /*never_busy=*/true};
 // Compute attention over blocks in my views.
 inline constexpr Verb kAttendVerb{10, "attend", kBodyBytesMax, kBodyBytesMax};
+// Which blocks of this prompt have you cached? Hold them; the id of the call is that of the hold.
+inline constexpr Verb kMatchVerb{11, "match", 16 + kNamespaceBytesMax + kTokenBytesMax, 4 + kAddressListBytesMax};
+// The hold with this id is over.
+inline constexpr Verb kUnmatchVerb{12,
+                                   "unmatch",
+                                   0,
+                                   0,
+                                   /*frees_blocks=*/false,
+                                   /*answer_frees_blocks=*/false,
+                                   /*never_busy=*/true};
 
 }  // namespace kvpool

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, overload
 
 import numpy as np
 
@@ -15,7 +15,8 @@ from kvpool.errors import ArgumentError
 from kvpool.peers.callback import PeerCallback, PeerEvent, RecallResult
 from kvpool.peers.info import PeerInfo
 from kvpool.peers.service import NetworkedPool
-from kvpool.types import TransferTotals
+from kvpool.transfer.peer_match import PeerMatch, names_of, wait_for_all
+from kvpool.types import TokenVector, TransferTotals
 
 __all__ = ["Peers"]
 
@@ -23,7 +24,10 @@ _log = logging.getLogger("kvpool.peers")
 
 _RECALL_MAX: Final = 1 << 19  # blocks in one call
 
-_Infos: TypeAlias = list[PeerInfo]  # in the class the name `list` is the method
+# In the class the name `list` is the method.
+_Infos: TypeAlias = list[PeerInfo]
+_Matches: TypeAlias = list[PeerMatch]
+_Names: TypeAlias = list[str] | tuple[str, ...]
 
 
 class Peers:
@@ -138,6 +142,74 @@ class Peers:
             PeerLost: There is no such peer.
         """
         self._pool._disconnect(peer)
+
+    @overload
+    def match(
+        self,
+        peer: str,
+        tokens: TokenVector,
+        namespace: str = "",
+        *,
+        hold: float | None = None,
+        timeout: float | None = None,
+        wait: bool = True,
+    ) -> PeerMatch: ...
+    @overload
+    def match(
+        self,
+        peer: _Names,
+        tokens: TokenVector,
+        namespace: str = "",
+        *,
+        hold: float | None = None,
+        timeout: float | None = None,
+        wait: bool = True,
+    ) -> _Matches: ...
+    def match(
+        self,
+        peer: str | _Names,
+        tokens: TokenVector,
+        namespace: str = "",
+        *,
+        hold: float | None = None,
+        timeout: float | None = None,
+        wait: bool = True,
+    ) -> PeerMatch | _Matches:
+        """Asks a peer, or several at once, for the longest prefix of a prompt that it has cached, and to keep it.
+
+        Each peer pins what it finds, as `Pool.match` does here, so that a fetch of the addresses finds the blocks. It
+        counts as a use of them there. A member of the pool's cluster is connected first if necessary, in another
+        thread: this call waits for nothing but answers, and with ``wait=False`` not for these. Releases the GIL.
+
+        Args:
+            peer: Its name, as in `Pool.transfer`; or a list or tuple of names.
+            tokens: As in `Pool.match`; at most 1,048,576.
+            namespace: As in `Pool.match`.
+            hold: Seconds for which a peer keeps the blocks pinned, from the call on; None: the setting ``timeout_s``. A
+                peer keeps them no longer than its setting ``reserve_max_s``.
+            timeout: Seconds until a question that was not answered fails; None: the setting ``timeout_s``.
+            wait: Whether to wait for the answers.
+
+        Returns:
+            A PeerMatch, or with several peers a list of one for each, in their order: all have ended if it has waited.
+            Close them, or use each in a ``with``.
+
+        Raises:
+            PeerLost, DeadlineExceeded, Busy, Unsupported: Of one peer that was waited for: see PeerMatch.wait. Of
+                several, each PeerMatch raises its own.
+            Fenced: This pool has lost its lease in the cluster.
+            StateError: The pool has no peers yet: call listen or connect first.
+            ArgumentError, ArgumentTypeError: A wrong value; nobody was asked.
+        """
+        pool = self._pool
+        wait = flag_from(wait, "wait")
+        if isinstance(peer, str):
+            match = pool._match_at(peer, tokens, namespace, hold, timeout)
+            return match.wait() if wait else match
+        matches = [pool._match_at(name, tokens, namespace, hold, timeout) for name in names_of(peer)]
+        if wait:
+            wait_for_all(matches)
+        return matches
 
     def recall(self, peer: str, blocks: object = None, *, timeout: float | None = None) -> RecallResult:
         """Asks a peer to give back blocks that are lent to it, and at the deadline takes those that it has not.

@@ -1,0 +1,145 @@
+#include "kvpool/transfer/peer_match.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "kvpool/base/failure.h"
+#include "kvpool/base/fork_guard.h"
+
+namespace kvpool {
+namespace {
+
+constexpr std::int64_t kNsPerMs = 1'000'000;
+constexpr std::int64_t kHoldMsMax = 1LL << 30;
+
+std::uint32_t milliseconds(std::int64_t ns) noexcept {
+  return static_cast<std::uint32_t>(std::clamp<std::int64_t>(ns / kNsPerMs, 0, kHoldMsMax));
+}
+
+}  // namespace
+
+PeerMatch::PeerMatch(MatchRequest&& request, std::size_t block_tokens)
+    : request_(std::move(request)), made_in_(fork_generation()) {
+  std::vector<Token>& tokens = request_.tokens;
+  pages_ = tokens.size() / block_tokens;
+  tokens.resize(pages_ * block_tokens);
+  if (tokens.size() * sizeof(Token) <= kTokenBytesMax && request_.name_space.size() <= kNamespaceBytesMax) return;
+  throw Error(ErrorCode::kArgument, "too many tokens, or too long a namespace, for one match at a peer",
+              {{"tokens", static_cast<std::int64_t>(tokens.size())},
+               {"maximum", static_cast<std::int64_t>(kTokenBytesMax / sizeof(Token))}});
+}
+
+PeerMatch::~PeerMatch() { close(); }
+
+std::shared_ptr<Session> PeerMatch::session() const noexcept {
+  const std::lock_guard lock(mutex_);
+  return session_;
+}
+
+// The answer may come to nobody: then it is this callback that lets go of the blocks.
+void PeerMatch::ask(std::shared_ptr<Session> session) {
+  MatchBody body{milliseconds(request_.hold_ns), request_.name_space, std::move(request_.tokens)};
+  const Bytes bytes = write_body(body);
+  PeerCalls& calls = session->calls();
+  const std::uint64_t id = calls.next_id();
+  {
+    const std::lock_guard lock(mutex_);
+    if (over_) return;  // closed
+    session_ = session;
+    id_ = id;
+    asked_ns_ = session->host().now_ns();
+  }
+  calls.begin(kMatchVerb, id, bytes, request_.deadline_ns,
+              [weak = weak_from_this(), lost = std::weak_ptr(session), id](const Message* answer, const Error* error) {
+                if (const auto match = weak.lock()) return match->on_end(answer, error);
+                const auto open = lost.lock();
+                if (answer != nullptr && open != nullptr) open->calls().post(kUnmatchVerb, id);
+              });
+}
+
+void PeerMatch::fail(const Error& why) noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    if (std::exchange(over_, true)) return;
+  }
+  finish(why);
+}
+
+void PeerMatch::on_end(const Message* answer, const Error* error) noexcept {
+  std::optional<Error> wrong;
+  if (error != nullptr) wrong = *error;
+  if (answer != nullptr) wrong = failure_of([&] { take(*answer); });
+  bool wanted = false;
+  {
+    const std::lock_guard lock(mutex_);
+    wanted = !std::exchange(over_, true);
+    if (!wanted || wrong) held_until_ns_ = 0;
+  }
+  if (answer != nullptr && (!wanted || wrong)) let_go();
+  if (answer != nullptr && wrong && wrong->code() == ErrorCode::kProtocol) session()->calls().close(*wrong);
+  if (wanted) finish(std::move(wrong));
+}
+
+void PeerMatch::let_go() const noexcept { session()->calls().post(kUnmatchVerb, id_); }
+
+// Throws kProtocol for what no pool of ours answers, and std::bad_alloc.
+void PeerMatch::take(const Message& answer) {
+  MatchedBody body = read_matched(answer.body);
+  session()->check_of_peer(body.addresses);
+  if (body.addresses.size() > pages_) {
+    throw Error(ErrorCode::kProtocol, "peer " + request_.peer + " has found more blocks than the prompt has");
+  }
+  const std::lock_guard lock(mutex_);
+  if (over_) return;
+  held_until_ns_ = asked_ns_ + body.hold_ms * kNsPerMs;
+  found_ = std::move(body.addresses);
+}
+
+void PeerMatch::finish(std::optional<Error> error) noexcept {
+  const std::shared_ptr<Session> asked = session();
+  const std::shared_ptr<Link> link = asked == nullptr ? nullptr : asked->link();
+  completion_.finish(std::move(error));
+  if (link != nullptr) link->wake();  // a thread that drives the link looks whether this is done
+}
+
+bool PeerMatch::wait(std::int64_t until_ns) {
+  while (!done()) {
+    const std::shared_ptr<Session> asked = session();
+    const std::shared_ptr<Link> link = asked == nullptr ? nullptr : asked->link();
+    if (link == nullptr) {  // another thread connects to the peer, or the link has ended and this is being told
+      completion_.sleep_until(until_ns);
+      break;
+    }
+    if (link->drive(until_ns, [this] { return done(); })) return true;
+    const std::int64_t now = asked->host().now_ns();
+    if (done() || now >= until_ns) break;
+    completion_.sleep_until(std::min(until_ns, now + kNsPerMs));
+  }
+  return done();
+}
+
+void PeerMatch::rethrow_if_failed() const {
+  if (completion_.done() && completion_.error()) throw Error(*completion_.error());
+}
+
+bool PeerMatch::closed() const noexcept {
+  const std::lock_guard lock(mutex_);
+  if (closed_ || !over_) return closed_;
+  return held_until_ns_ == 0 || session_->lost() || session_->host().now_ns() >= held_until_ns_;
+}
+
+void PeerMatch::close() noexcept {
+  if (made_in_ != fork_generation()) return;  // the link is the parent's
+  bool asking = false;
+  bool held = false;
+  {
+    const std::lock_guard lock(mutex_);
+    if (std::exchange(closed_, true)) return;
+    asking = !std::exchange(over_, true);
+    held = std::exchange(held_until_ns_, 0) != 0 && !found_.empty();
+  }
+  if (held) let_go();
+  if (asking) finish(Error(ErrorCode::kCancelled, "the match at " + request_.peer + " was closed before its answer"));
+}
+
+}  // namespace kvpool
