@@ -25,6 +25,7 @@ from bench.show import Screen
 BENCHES = {
     "alloc": "bench.api.alloc",
     "index": "bench.api.index",
+    "keyed-index": "bench.api.keyed",
     "scale": "bench.api.scale",
     "swap": "bench.api.swap",
     "runs": "bench.api.runs",

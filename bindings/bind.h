@@ -25,6 +25,7 @@ void bind_tensor(pybind11::module_& module);
 void bind_pool(pybind11::module_& module);
 void bind_prompt_index(pybind11::module_& module);
 void bind_instance_index(pybind11::module_& module);
+void bind_keyed(pybind11::module_& module);  // after bind_pool
 void bind_heartbeat(pybind11::module_& module);
 void bind_machine(pybind11::module_& module);
 void bind_reshard(pybind11::module_& module);

@@ -36,6 +36,37 @@ BUGS: Final[tuple[Bug, ...]] = (
         ("strips_test.cpp", "block_copy_test.cpp"),
     ),
     Bug(
+        "pinned-key-in-the-order",
+        "index",
+        "a block that two matches hold is evicted when the first is closed: the second reads another prompt's",
+        in_cpp(
+            "index/keyed_index.cpp", "if (--pins[i]->pins == 0) enter(pins[i]);", "--pins[i]->pins, enter(pins[i]);"
+        ),
+        ("keyed_index_test.cpp", "keyed_index_fuzz_test.cpp"),
+    ),
+    Bug(
+        "chains-from-their-beginning",
+        "index",
+        "the beginning of a chain is evicted first: what is left of it is never found",
+        in_cpp(
+            "index/keyed_index.cpp",
+            "for (std::size_t i = n; i-- > 0;) {  // J6",
+            "for (std::size_t i = 0; i < n; ++i) {  // J6",
+        ),
+        ("keyed_index_test.cpp", "keyed_index_fuzz_test.cpp"),
+    ),
+    Bug(
+        "room-at-its-own-cost",
+        "pool",
+        "a save evicts blocks that it names itself to make room for the others",
+        in_cpp(
+            "pool/keyed_cache.cpp",
+            "const KeyPins held(shared_from_this(), std::move(pinned));  // what",
+            "KeyPins(shared_from_this(), std::move(pinned)).release();  // what",
+        ),
+        ("keyed_cache_test.cpp",),
+    ),
+    Bug(
         "overlap-of-one-byte",
         "arena",
         "an engine's memory whose pieces share a byte is adopted: two blocks write to it",

@@ -239,6 +239,32 @@ def test_calls_of_the_indices(name):
 
 
 @hostile()
+def test_calls_with_keys(name):
+    value = HOSTILE[name]
+    index = kvpool.KeyedIndex(8)
+    verbs = ("exists", "count", "match", "forget", "evict")
+    keys, row = [b"12345678"], np.zeros(small_layout().block_bytes, np.uint8)
+    with small_pool() as pool, kvpool.KeyedCache(pool, 2, 8) as cache:
+        mine = pool.alloc(1)
+        cache.put(keys, row)
+        for call in (
+            lambda: kvpool.KeyedIndex(value), lambda: index.put(value, [1]), lambda: index.put(keys, value),
+            lambda: index.put([value], [1]), lambda: index.match(keys, value),
+            *(lambda verb=verb: getattr(index, verb)(value) for verb in verbs),
+            *(lambda verb=verb: getattr(cache, verb)(value) for verb in verbs),
+            lambda: kvpool.KeyedCache(value, 1), lambda: kvpool.KeyedCache(pool, value),
+            lambda: kvpool.KeyedCache(pool, 1, value),
+            lambda: cache.save(value, mine), lambda: cache.save([b"87654321"], value), lambda: cache.load(value, mine),
+            lambda: cache.load(keys, value), lambda: cache.load(keys, mine, stream=value),
+            lambda: cache.put(value, row), lambda: cache.put(keys, value),
+            lambda: cache.get(value, row), lambda: cache.get(keys, value),
+        ):  # fmt: skip
+            check(call, [pool])
+        index.audit()
+        cache.audit()
+
+
+@hostile()
 def test_addresses_layouts_and_pools(name):
     value = HOSTILE[name]
     layout = small_layout()

@@ -1,6 +1,6 @@
 """The prompt index: which prefixes are cached, where, and how that changes."""
 
-from kvpool._core import Inserted, InstanceHits, Match
+from kvpool._core import Inserted, InstanceHits, KeyedCache, KeyedIndex, KeyedMatch, Match
 from kvpool.index.batch import IndexBatch
 from kvpool.index.events import EventStream, MovedEvent, RemovedEvent, StoredEvent
 from kvpool.index.report import MatchReport
@@ -12,6 +12,9 @@ __all__ = [
     "Inserted",
     "InstanceHits",
     "InstanceIndex",
+    "KeyedCache",
+    "KeyedIndex",
+    "KeyedMatch",
     "Match",
     "MatchReport",
     "MovedEvent",

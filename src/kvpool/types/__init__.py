@@ -6,7 +6,17 @@ from kvpool.types.addresses import Address, AddressLike, block_ids, decode_addre
 from kvpool.types.attention import AttendPlan, SequencePlan
 from kvpool.types.layouts import DTYPES, KVLayout, Layout, RawLayout
 from kvpool.types.medium import DISK, DRAM, HBM, MIXED, Medium
-from kvpool.types.parameters import AddressVector, Bytes, CudaStream, Policy, Priority, Route, Strategy, TokenVector
+from kvpool.types.parameters import (
+    AddressVector,
+    Bytes,
+    CudaStream,
+    Keys,
+    Policy,
+    Priority,
+    Route,
+    Strategy,
+    TokenVector,
+)
 from kvpool.types.transfers import TransferSpec, TransferStats, TransferTotals
 
 __all__ = [
@@ -22,6 +32,7 @@ __all__ = [
     "Bytes",
     "CudaStream",
     "KVLayout",
+    "Keys",
     "Layout",
     "Medium",
     "Policy",

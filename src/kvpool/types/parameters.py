@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["AddressVector", "Bytes", "CudaStream", "Policy", "Priority", "Route", "Strategy", "TokenVector"]
+__all__ = ["AddressVector", "Bytes", "CudaStream", "Keys", "Policy", "Priority", "Route", "Strategy", "TokenVector"]
 
 # int32 or int64; bytes are taken as int32 in the machine's order.
 TokenVector: TypeAlias = (
@@ -17,6 +17,10 @@ TokenVector: TypeAlias = (
 )
 # An int (a cudaStream_t), or an object that has one: `__cuda_stream__()`, torch's `.cuda_stream`, CuPy's `.ptr`.
 CudaStream: TypeAlias = "int | object"
+# Keys of blocks: bytes, or str in hex digits; or all in one buffer, an array of shape [n, key_bytes] or bytes in a row.
+Keys: TypeAlias = (
+    "list[bytes] | list[str] | tuple[bytes | str, ...] | npt.NDArray[np.uint8] | bytes | bytearray | memoryview"
+)
 Policy: TypeAlias = Literal["lru", "lfu", "fifo"]
 Strategy: TypeAlias = Literal["auto", "by_layer", "by_layer_agg", "by_request", "by_request_agg"]
 Priority: TypeAlias = Literal["decode", "prefill", "background"]
