@@ -101,6 +101,13 @@ class Driver:
         told = self.llm.collective_rpc(getattr(inside, what), args=tuple(arguments))
         return {"told": told if len(told) > 1 else told[0]}  # of each worker
 
+    def wait_at_most(self, seconds: float) -> dict:
+        """For a prompt that another engine has announced."""
+        scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        expected = scheduler.connector._planner._expected
+        before, expected._timeout_s = expected._timeout_s, seconds
+        return {"before": before}
+
     def metrics(self) -> dict:
         return {metric.name: metric.value for metric in self.llm.get_metrics() if hasattr(metric, "value")}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from attach_kit import eventually, url  # noqa: F401  a fixture
-from engines.vllm_kit import Request, prompt
+from engines.vllm_kit import Engine, Request, prompt
 from engines.vllm_members_kit import MemberEngine, engines
 
 import kvpool
@@ -84,6 +84,7 @@ def test_what_comes_from_the_senders_cache_is_sent(pair):
 
 def test_salts_stay_apart(pair):
     prefill, decode = pair
+    connect(prefill)
     told = prefill.prefill(Request("a", prompt(14), cache_salt="one", kv_transfer_params=TO))
     assert decode.decode(Request("b", prompt(14), cache_salt="two", kv_transfer_params=told)) == 0
     assert decode.decode(Request("c", prompt(14), cache_salt="one", kv_transfer_params=told)) == 12
@@ -121,6 +122,41 @@ def test_prompts_wait_for_the_connection_and_go_then(pair):
     prefill.pool.open_gate()
     assert decode.decode(Request("c", prompt(20), kv_transfer_params=told)) == 16
     assert [send["tokens"] for send in prefill.pool.sends] == [20]  # what was to be sent in chunks goes together
+
+
+def test_a_step_knows_what_the_one_before_it_will_send(pair):
+    """With asynchronous scheduling a step is planned before the last one has begun."""
+    prefill, _ = pair
+    prefill.prefill(Request("a", prompt(17)))
+    prefill.engine.await_saves_of(None)
+    sending = prefill.start(Request("b", prompt(17), kv_transfer_params=TO))
+    assert prefill.admit(sending)
+    sending.num_computed_tokens = 16
+    step = prefill.planner.plan({"b": 1}, lambda _: sending.blocks)
+    assert (len(step.sends), step.saves) == (1, [])
+    other = prefill.start(Request("c", prompt(10, seed=1)))
+    assert prefill.admit(other)
+    assert prefill.planner.plan({"c": 10}, lambda _: other.blocks).written == set(other.blocks)
+
+
+def test_what_is_on_its_way_is_not_sent_with_every_chunk(url):  # noqa: F811
+    """Only with the last one, which must say that the prompt is complete."""
+    with engines(url, "prefill-0", "decode-0") as (prefill, decode):
+        connect(prefill)
+        prefill.pool.delayed = True
+        request = prefill.start(Request("a", prompt(22), kv_transfer_params=TO))
+        assert prefill.admit(request)
+        prefill.step({"a": 8})
+        prefill.step({"a": 4})
+        prefill.by_layer = True
+        prefill.step({"a": 4})
+        prefill.by_layer = False
+        assert [send["tokens"] for send in prefill.pool.sends] == [8]
+        prefill.step({"a": 6})
+        assert [send["tokens"] for send in prefill.pool.sends] == [8, 20]
+        told = prefill.finish(request)
+        prefill.engine.await_saves_of(None)
+        assert decode.decode(Request("b", prompt(22), kv_transfer_params=told)) == 20
 
 
 # ---- waits
@@ -166,6 +202,9 @@ def test_a_request_does_not_wait_for_what_is_cached(pair):
     assert decode.decode(Request("x", prompt(14))) == 12
     request = expect(decode, prompt(14))
     assert decode.planner.match(request, 0)[0] == 12
+    decode.finish(request)
+    request = expect(decode, prompt(12), size=12)  # whose last block it cannot load
+    assert decode.planner.match(request, 0)[0] == 8
 
 
 def test_a_beginning_is_no_reason_to_go(pair):
@@ -195,7 +234,7 @@ def test_what_arrives_during_the_look_up_is_loaded(pair):
     def pin(*arguments):
         found = look_up(*arguments)
         prefill.step({"a": 14})
-        prefill.quiet()
+        eventually(lambda: decode.engine.arrived(told["kvpool"]["id"]))
         decode.engine.pin = look_up
         return found
 
@@ -226,10 +265,11 @@ def test_what_arrives_for_nobody_goes_after_a_time(pair):
 
 def test_what_arrives_for_nobody_holds_at_most_half_of_the_cache(pair):
     prefill, decode = pair
-    for seed in range(5):
+    for seed in range(9):  # more than there is room for
         told = prefill.prefill(Request("a", prompt(40, seed), kv_transfer_params=TO))
         eventually(lambda told=told: decode.engine.arrived(told["kvpool"]["id"]))
-    assert decode.pool.evict(64, kvpool.DRAM) == 20
+    decode.pool.evict(64, kvpool.DRAM)
+    assert decode.pool.stats().dram.historical == 30
 
 
 def test_what_has_arrived_and_was_dropped_is_computed(pair):
@@ -319,11 +359,41 @@ def test_a_step_whose_model_fails_leaves_nothing_open(url):  # noqa: F811
         step = prefill.planner.plan({"a": 20}, lambda _: request.blocks)
         prefill.engine.begin_step()
         prefill.engine.layer_computed(0, step.sends)
-        assert prefill.engine.saving
+        (send,) = prefill.engine._sends._sends
         prefill.engine.begin_step()
-        prefill.engine.await_saves_of(None)
-        assert not prefill.engine.saving
+        assert isinstance(send.transfer.exception(10), kvpool.Cancelled)
         assert decode.pool.explain_match(prompt(20)).matched_tokens == 0
+
+
+def test_an_engine_alone_ignores_what_is_said_of_others(caplog):
+    engine = Engine()
+    for params in (TO, {"kvpool": {"from": "prefill-0", "id": "1", "tokens": 12}}):
+        request = Request("a", prompt(14), kv_transfer_params=params)
+        engine.run(request)
+        assert engine.planner.answer("a") is None
+        assert "in no cluster" in caplog.text
+        caplog.clear()
+    engine.pool.finish_all()
+    engine.close()
+
+
+def test_a_layer_that_cannot_be_sent_ends_the_send(url):  # noqa: F811
+    """The receiver is lost between two layers."""
+    with engines(url, "prefill-0", "decode-0", by_layer=True) as (prefill, decode):
+        connect(prefill)
+        request = prefill.start(Request("a", prompt(20), kv_transfer_params=TO))
+        assert prefill.admit(request)
+        step = prefill.planner.plan({"a": 20}, lambda _: request.blocks)
+        prefill.engine.begin_step()
+        prefill.engine.layer_computed(0, step.sends)
+        decode.engine.close()
+        eventually(lambda: prefill.engine._sends._sends[0].over)
+        prefill.engine.layer_computed(1, step.sends)
+        for send in step.sends:
+            prefill.engine.send(send)
+        assert not prefill.engine._sends.busy
+        assert prefill.figures()["failed_sends"] == 1
+        assert prefill.finish(request) is None
 
 
 def test_a_reset_stops_what_was_computed_before(pair):

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import logging
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvpool import _core
 from kvpool.engines.vllm.params import number_in
-from kvpool.errors import Error
 from kvpool.pool import Pool
 
 __all__ = ["Arrivals"]
-
-_log = logging.getLogger("kvpool.engines.vllm")
 
 
 @dataclass
@@ -25,11 +22,11 @@ class _Arrival:
 
 
 class Arrivals:
-    """What has arrived, by its id. Not thread-safe.
+    """What has arrived, by its id. Any thread may call.
 
-    An arrival pins its blocks, so that they are still there when its request comes. A request may never come: so a pin
-    ends after a time, and all of them together hold at most half of the cache; the oldest ends first. The blocks stay
-    cached without it.
+    A thread of the pool enters what arrives, also while the engine has nothing to do. An arrival pins its blocks, so
+    that they are still there when its request comes. A request may never come: so a pin ends after a time, and all of
+    them together hold at most half of the cache; the oldest ends first. The blocks stay cached without it.
     """
 
     def __init__(self, pool: Pool, keep_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -40,40 +37,53 @@ class Arrivals:
             keep_s: Seconds for which an arrival is remembered.
             clock: Seconds.
         """
-        self._pool = pool
         self._keep_s = keep_s
         self._clock = clock
         self._pinned_max = pool.stats().dram.capacity // 2
+        self._lock = threading.Lock()
         self._pinned = 0
         self._arrivals: dict[str, _Arrival] = {}  # the oldest first
+        self._callback = pool.inbox.on_received(self._enter)
 
     def came(self, number: str) -> bool:
         """Whether the prompt of this id has arrived, lately enough to be remembered."""
-        self._take_all()
-        return number in self._arrivals
+        with self._lock:
+            self._end_pins()
+            return number in self._arrivals
 
     def let_go(self, number: str) -> None:
         """Its request needs no pin any more."""
-        arrival = self._arrivals.get(number)
-        if arrival is not None:
-            self._unpin(arrival)
+        with self._lock:
+            arrival = self._arrivals.get(number)
+            if arrival is not None:
+                self._unpin(arrival)
 
     def clear(self) -> None:
         """Ends all pins and forgets all arrivals."""
-        self._take_all()
-        for arrival in self._arrivals.values():
-            self._unpin(arrival)
-        self._arrivals.clear()
+        with self._lock:
+            for arrival in self._arrivals.values():
+                self._unpin(arrival)
+            self._arrivals.clear()
+
+    def close(self) -> None:
+        """Takes no more, and ends all pins."""
+        self._callback.close()
+        self.clear()
 
     # ----
 
-    def _take_all(self) -> None:
-        """Takes what the inbox has, and lets go what is too old or too much."""
-        try:
-            while (item := self._pool.inbox.receive(0)) is not None:
-                self._enter(item)
-        except Error as error:  # the pool was closed, or its device is lost: what uses it next says so
-            _log.debug("nothing more arrives: %s", error)
+    def _enter(self, item: _core.Received) -> None:
+        number = number_in(item.private)
+        with self._lock:
+            if not number or not item.inserted or number in self._arrivals:
+                item.close()
+                return
+            self._pinned += len(item.addrs)
+            self._arrivals[number] = _Arrival(item, len(item.addrs), self._clock() + self._keep_s)
+            self._end_pins()
+
+    def _end_pins(self) -> None:
+        """Forgets what is too old, and unpins what is too much."""
         now = self._clock()
         while self._arrivals:
             number, oldest = next(iter(self._arrivals.items()))
@@ -85,14 +95,6 @@ class Arrivals:
             if self._pinned <= self._pinned_max:
                 break
             self._unpin(arrival)
-
-    def _enter(self, item: _core.Received) -> None:
-        number = number_in(item.private)
-        if not number or not item.inserted or number in self._arrivals:
-            item.close()
-            return
-        self._pinned += len(item.addrs)
-        self._arrivals[number] = _Arrival(item, len(item.addrs), self._clock() + self._keep_s)
 
     def _unpin(self, arrival: _Arrival) -> None:
         if arrival.item is not None:

@@ -119,7 +119,7 @@ class MemberPool(EnginePool):
         if self.pool.closed:
             return
         self._sends.close()
-        self._arrivals.clear()
+        self._arrivals.close()
         super().close()
         self._sends.join()
         self._membership.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from kvpool.engines.vllm.requests import Tracked, cacheable, namespace_of
 from kvpool.engines.vllm.scheduler_index import SchedulerIndex
 
 __all__ = ["Planner"]
+
+_log = logging.getLogger("kvpool.engines.vllm")
 
 
 class Planner:
@@ -65,7 +68,7 @@ class Planner:
             writable=fit and self._writes,
         )
         self._tracked[request.request_id] = tracked
-        if fit and (self._expected is not None or self._outgoing is not None):
+        if fit:
             self._meet_others(tracked)
         return tracked
 
@@ -191,6 +194,10 @@ class Planner:
         """What the request says about other engines."""
         request = tracked.request
         params = read(request.kv_transfer_params)
+        if (params.announced is not None and self._expected is None) or (params.to and self._outgoing is None):
+            _log.warning(
+                "kv_transfer_params of a request are ignored: this engine is in no cluster, or has another role"
+            )
         if self._expected is not None and params.announced is not None and tracked.readable:
             self._expected.add(request.request_id, params.announced)
         if self._outgoing is not None and params.to:

@@ -16,7 +16,7 @@ from kvpool.engines.vllm.figures import Figures
 from kvpool.engines.vllm.links import Links
 from kvpool.engines.vllm.params import letter
 from kvpool.engines.vllm.plans import SendPlan
-from kvpool.errors import Error, PeerLost
+from kvpool.errors import DeadlineExceeded, Error, PeerLost
 from kvpool.pool import Pool
 from kvpool.types import DRAM, KVLayout
 
@@ -43,7 +43,9 @@ class _Send:
     @property
     def over(self) -> bool:
         """Whether nothing reads its blocks any more."""
-        return self.dropped or self.error is not None or (self.transfer is not None and self.transfer.done())
+        if self.transfer is not None:
+            return self.transfer.done()
+        return self.dropped or self.error is not None
 
     def begin(self, error: Error | None = None) -> None:
         """Begins, unless it was dropped. `error`: why it cannot."""
@@ -153,7 +155,7 @@ class Sends:
             return
         layers.computed += [layer for layer in range(self._layers) if layer not in layers.computed]
         self._send_computed(layers)
-        if layers.stream is not None and layers.send.error is None:
+        if layers.stream is not None:
             layers.stream.finish()
 
     def refuse(self, plan: SendPlan) -> None:
@@ -218,8 +220,8 @@ class Sends:
         self._sends = [send for send in self._sends if not send.dropped]  # this one sends what those should have sent
         if not plan.last and self._under_way(plan.id):
             return  # the next one sends it, too
-        stream = self._stream()
-        send = _Send(plan, lambda: self._transfer(plan, stream))
+        stream, until = self._stream(), time.monotonic() + self._timeout_s
+        send = _Send(plan, lambda: self._transfer(plan, stream, until))
         self._sends.append(send)
         if not self._is_member(plan.peer):
             send.begin(PeerLost(f"there is no engine {plan.peer!r} in the cluster"))
@@ -228,10 +230,14 @@ class Sends:
         else:
             self._links.connect(plan.peer, send.begin)
 
-    def _transfer(self, plan: SendPlan, stream: Any) -> _core.Transfer:
+    def _transfer(self, plan: SendPlan, stream: Any, until: float) -> _core.Transfer:
+        """Begins, perhaps after some time for a connection."""
+        left_s = until - time.monotonic()
+        if left_s <= 0:
+            raise DeadlineExceeded(f"the connection to {plan.peer} took too long")
         return self._pool.transfer_with_insert(
             plan.peer, plan.tokens, self._addrs[plan.blocks], namespace=plan.namespace, medium=DRAM,
-            private=letter(plan.id) if plan.last else None, stream=stream, timeout=self._timeout_s,
+            private=letter(plan.id) if plan.last else None, stream=stream, timeout=left_s,
         )  # fmt: skip
 
     def _begin_layers(self, plan: SendPlan, layers: _Layers) -> None:
@@ -247,15 +253,15 @@ class Sends:
         layers.send.begin()
 
     def _send_computed(self, layers: _Layers) -> None:
-        if layers.stream is None or layers.send is None or layers.send.error is not None:
+        if layers.stream is None:
             return
         try:
             for layer in layers.computed[layers.sent :]:
                 layers.stream.send_layer(layer, stream=self._stream())
                 layers.sent += 1
-        except Error as error:
-            layers.send.cancel()
-            layers.send.error = error
+        except Error:  # with which the transfer has ended, or ends now
+            layers.stream.transfer.cancel()
+            layers.stream = None
 
     def _end(self, send: _Send) -> None:
         """Returns when nothing reads the send's blocks: soon, if the receiver works, and then in any case."""
