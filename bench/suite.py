@@ -56,6 +56,7 @@ BENCHES = {
     "dist-breakdown": "bench.distattention.breakdown",
     "dist-remote": "bench.distattention.remote",
     "vllm-ttft": "bench.engines.vllm_ttft",
+    "vllm-pd": "bench.engines.vllm_pd",
     "sim": "bench.sim.speed",
     "gpu": "bench.gpu.speed",
     "gpu-links": "bench.gpu.links",

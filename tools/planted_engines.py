@@ -10,6 +10,7 @@ __all__ = ["ENGINES_BUGS"]
 
 _APART: Final = ("python/engines/test_vllm_apart.py", "python/engines/test_vllm_planner.py")
 _PLANNER: Final = ("python/engines/test_vllm_planner.py",)
+_MEMBERS: Final = ("python/engines/test_vllm_members.py",)
 
 ENGINES_BUGS: Final = (
     Bug(
@@ -50,6 +51,58 @@ ENGINES_BUGS: Final = (
         "a block that vLLM uses again is written while a save reads it",
         in_python("engines/vllm/planner.py", "        step.written.update(blocks[first:])\n", ""),
         _PLANNER,
+        build="python",
+    ),
+    Bug(
+        "written-while-sent",
+        "engines",
+        "a block that vLLM uses again is written while it is sent to another engine",
+        in_python("engines/vllm/member_pool.py", "        self._sends.await_writes(written)\n", ""),
+        _MEMBERS,
+        build="python",
+    ),
+    Bug(
+        "sent-after-it-was-given-up",
+        "engines",
+        "blocks are sent when the other engine answers at last, and hold another prompt by then",
+        in_python(
+            "engines/vllm/sends.py",
+            "self.dropped = self.transfer is None and self.error is None",
+            "self.dropped = False",
+        ),
+        _MEMBERS,
+        build="python",
+    ),
+    Bug(
+        "wait-for-ever",
+        "engines",
+        "a request waits for a prompt that never comes",
+        in_python("engines/vllm/expected.py", ">= self._timeout_s:", ">= 1e9:"),
+        _MEMBERS,
+        build="python",
+    ),
+    Bug(
+        "layer-sent-before-it-is-computed",
+        "engines",
+        "all layers are sent when the first one is computed",
+        in_python(
+            "engines/vllm/sends.py",
+            "            layers.computed.append(layer)\n",
+            "            layers.computed += range(self._layers)\n",
+        ),
+        _MEMBERS,
+        build="python",
+    ),
+    Bug(
+        "look-up-before-the-arrival",
+        "engines",
+        "a prompt that arrives during the look-up is computed although it is there",
+        in_python(
+            "engines/vllm/planner.py",
+            "        if self._expected is not None and not arrived:\n",
+            "        if self._expected is not None and not self._expected.has_arrived(request.request_id):\n",
+        ),
+        _MEMBERS,
         build="python",
     ),
 )

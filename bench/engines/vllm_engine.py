@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -18,7 +19,9 @@ BLOCKS = 400  # three prompts: after the first ones vLLM uses blocks again, and 
 class Engine:
     """Commands are methods; what they return is the answer."""
 
-    def start(self, model: str, connector: bool, max_len: int) -> dict[str, Any]:
+    def start(
+        self, model: str, connector: bool, max_len: int, role: str = "kv_both", options: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         """An engine, with kvpool's connector or without."""
         from bench.engines import tiny_llama
 
@@ -30,12 +33,13 @@ class Engine:
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
         more: dict[str, Any] = {}
+        extra = {"dram_gib": 1, **(options or {})}
         if connector:
             from kvpool.engines.vllm import register
 
             register()
             more["kv_transfer_config"] = KVTransferConfig(
-                kv_connector="KvpoolConnector", kv_role="kv_both", kv_connector_extra_config={"dram_gib": 1}
+                kv_connector="KvpoolConnector", kv_role=role, kv_connector_extra_config=extra
             )
         self.llm = vllm.LLM(
             model=model, skip_tokenizer_init=True, enforce_eager=True, block_size=BLOCK, seed=0, dtype="bfloat16",
@@ -44,11 +48,12 @@ class Engine:
         )  # fmt: skip
         return {"vllm": vllm.__version__, "torch": torch.__version__}
 
-    def ask(self, prompts: list[list[int]], out: int) -> dict[str, Any]:
-        """Milliseconds of a call, the tokens, and how many were cached."""
+    def ask(self, prompts: list[list[int]], out: int, params: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Milliseconds of a call, the tokens, how many were cached, and what the answer tells another engine."""
         from vllm import SamplingParams
 
-        sampling = SamplingParams(temperature=0, max_tokens=out, detokenize=False, ignore_eos=True)
+        more: dict[str, Any] = {"extra_args": {"kv_transfer_params": params}} if params else {}
+        sampling = SamplingParams(temperature=0, max_tokens=out, detokenize=False, ignore_eos=True, **more)
         began = time.perf_counter()
         outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
         took = (time.perf_counter() - began) * 1e3
@@ -56,7 +61,41 @@ class Engine:
             "ms": took,
             "cached": [output.num_cached_tokens or 0 for output in outputs],
             "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+            "params": outputs[0].kv_transfer_params,
         }
+
+    def send_by_layer(self, by_layer: bool) -> dict[str, Any]:
+        """How prompts are sent from now on."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        connector = get_kv_transfer_group()
+        connector._options = dataclasses.replace(connector._options, by_layer=by_layer)
+        return {}
+
+    def time_sends(self) -> dict[str, Any]:
+        """From now on each step waits for what it sends, so that `left` can tell how long that took."""
+        from kvpool.engines.vllm.connector import KvpoolConnector
+
+        wait_for_save, self.left_ms = KvpoolConnector.wait_for_save, 0.0
+
+        def timed(connector: Any) -> None:
+            began = time.perf_counter()
+            wait_for_save(connector)
+            if connector._step().sends:
+                for send in list(connector._engine._sends._sends):
+                    send.transfer.wait()
+                self.left_ms = (time.perf_counter() - began) * 1e3
+
+        setattr(KvpoolConnector, "wait_for_save", timed)  # noqa: B010  # typed otherwise
+        return {}
+
+    def left(self) -> dict[str, Any]:
+        """Milliseconds from the end of the last layer of the last prompt that was sent until the receiver had it."""
+        return {"ms": self.left_ms}
+
+    def forget_all(self) -> dict[str, Any]:
+        """What is cached is dropped, here and in kvpool."""
+        return {"ok": self.llm.reset_prefix_cache(reset_connector=True)}
 
     def await_saves(self) -> dict[str, Any]:
         """Kvpool has saved all."""

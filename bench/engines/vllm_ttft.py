@@ -105,7 +105,7 @@ def _first_tokens(plain: Process, offload: Process, rounds: int) -> dict[str, li
     names = ("computed", "vLLM's cache", "vLLM's cache, with the connector", "kvpool")
     times: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds + 2):
-        how: dict[str, Any] = {"prompts": [_prompt(TOKENS, number)], "out": 1}
+        how: dict[str, Any] = {"prompts": [prompt_of(TOKENS, number)], "out": 1}
         told = [plain("ask", **how), plain("ask", **how)]
         offload("ask", **how)
         offload("await_saves")
@@ -123,7 +123,7 @@ def _first_tokens(plain: Process, offload: Process, rounds: int) -> dict[str, li
 
 def _decode(offload: Process) -> dict[str, float]:
     """Eight requests that decode together."""
-    told = offload("watched", prompts=[_prompt(200, 100 + number) for number in range(8)], out=200)
+    told = offload("watched", prompts=[prompt_of(200, 100 + number) for number in range(8)], out=200)
     return {
         "percent": 100e3 * told["seconds"] / told["ms"],
         "request_us": 1e6 * told["seconds"] / told["scheduled"],
@@ -132,5 +132,5 @@ def _decode(offload: Process) -> dict[str, float]:
     }
 
 
-def _prompt(length: int, seed: int) -> list[int]:
+def prompt_of(length: int, seed: int) -> list[int]:
     return [(at * at * 7 + at * 13 + 3 + seed * 31) % 500 + 3 for at in range(length)]

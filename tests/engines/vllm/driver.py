@@ -25,7 +25,7 @@ class Driver:
         tiny_llama.write(Path(model))
         return {}
 
-    def start(self, model: str, extra: dict | None, executor: str = "", **more: Any) -> dict:
+    def start(self, model: str, extra: dict | None, executor: str = "", role: str = "kv_both", **more: Any) -> dict:
         self.write_model(model)
         from vllm import LLM
         from vllm.config import KVTransferConfig
@@ -34,7 +34,7 @@ class Driver:
         if extra is not None:
             more["kv_transfer_config"] = KVTransferConfig(
                 kv_connector="KvpoolConnector",
-                kv_role="kv_both",
+                kv_role=role,
                 kv_connector_extra_config=extra,
             )
         # By the class: by the name "uni" vLLM takes another executor on a CPU when its core has another process.
@@ -59,6 +59,7 @@ class Driver:
                     temperature=prompt.get("temperature", 0), seed=7, max_tokens=prompt.get("out", 8), ignore_eos=True,
                     detokenize=False, logprobs=1,
                     n=prompt.get("n", 1), prompt_logprobs=prompt.get("prompt_logprobs"),
+                    extra_args={"kv_transfer_params": prompt["params"]} if "params" in prompt else None,
                 )
             )  # fmt: skip
         outputs = self.llm.generate(inputs, samplings, use_tqdm=False)
@@ -73,7 +74,8 @@ class Driver:
             }
             for sample in output.outputs
         ]
-        return {"cached": output.num_cached_tokens, **samples[0], "samples": [sample["tokens"] for sample in samples]}
+        told = {"cached": output.num_cached_tokens, "params": output.kv_transfer_params}
+        return {**told, **samples[0], "samples": [sample["tokens"] for sample in samples]}
 
     def abort_while_loading(self, tokens: list[int]) -> dict:
         """Adds a request, lets its load begin, aborts it, and steps until vLLM has nothing to do."""
@@ -98,6 +100,13 @@ class Driver:
 
         told = self.llm.collective_rpc(getattr(inside, what), args=tuple(arguments))
         return {"told": told if len(told) > 1 else told[0]}  # of each worker
+
+    def wait_at_most(self, seconds: float) -> dict:
+        """For a prompt that another engine has announced."""
+        scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        expected = scheduler.connector._planner._expected
+        before, expected._timeout_s = expected._timeout_s, seconds
+        return {"before": before}
 
     def metrics(self) -> dict:
         return {metric.name: metric.value for metric in self.llm.get_metrics() if hasattr(metric, "value")}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import time
+
 import numpy as np
 
 import kvpool
@@ -88,3 +91,53 @@ def poison_last(worker) -> None:
 def fail_loads_of_last(worker, failures: list[str]) -> None:
     if is_last():
         fail_loads(worker, failures)
+
+
+def await_sends(worker) -> int:
+    """All sends have ended in their own time. Returns how many blocks were ever sent."""
+    engine = only_engine()
+    until = time.monotonic() + 30
+    while engine._sends.busy:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    totals = engine.pool.peers.totals().get("send")
+    return totals.bytes // engine.pool.kv_layout.block_bytes if totals else 0
+
+
+def send_by_layer(worker, by_layer: bool) -> None:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    connector = get_kv_transfer_group()
+    connector._options = dataclasses.replace(connector._options, by_layer=by_layer)
+
+
+def layers_sent_early(worker) -> int:
+    """How many layers were sent before the last one was computed, since the first call."""
+    sends = only_engine()._sends
+    if not hasattr(sends, "early"):
+        sends.early = 0
+        send_computed = sends._send_computed
+
+        def counting(layers):
+            before = layers.sent
+            send_computed(layers)
+            if len(layers.computed) < sends._layers:
+                sends.early += layers.sent - before
+
+        sends._send_computed = counting
+    return sends.early
+
+
+def stall_sends(worker) -> None:
+    """Sends begin, and do not end."""
+    sends = only_engine()._sends
+
+    def begin_only(plan):
+        from kvpool.engines.vllm.sends import _Layers
+
+        layers = _Layers()
+        sends._begin_layers(plan, layers)
+        layers.computed = [0]
+        sends._send_computed(layers)
+
+    sends._send_whole = begin_only

@@ -54,6 +54,7 @@ class Request:
     resumable: bool = False
     skip_reading_prefix_cache: bool = False
     num_computed_tokens: int = 0
+    kv_transfer_params: Any = None
     blocks: list[int] = field(default_factory=list)  # the engine's own
 
     def __post_init__(self) -> None:
@@ -62,6 +63,10 @@ class Request:
     @property
     def num_tokens(self) -> int:
         return len(self.all_token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids or [0] * 8)
 
 
 class HeldCopy:

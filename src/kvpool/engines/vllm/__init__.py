@@ -9,6 +9,11 @@ What a request has computed is copied to a pool in DRAM, block by block, and com
     requests      what is remembered of a request: tokens, namespace
     plans         what the scheduler's side tells the worker's, and what workers report
     engine_pool   the pool of an engine in one process: loads, saves, and which blocks must not be written yet
+    member_pool   the same among the members of a cluster: it also sends prompts, and gets those of other engines
+    members, links    how it is a member; connections that are made beside the engine's thread
+    params        what requests and answers say about other engines
+    outgoing, sends     prompts that go to others: which blocks after which step; the transfers
+    expected, arrivals  prompts that come from others: which requests wait for them; what has come
     scheduler_index, worker_pool   the same where workers are other processes: an index, and a pool for each worker
     layouts       what a page of vLLM's tensors holds
     options       kv_connector_extra_config

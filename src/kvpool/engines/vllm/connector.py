@@ -33,10 +33,14 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: E402
 
 from kvpool.engines.vllm import engine_pool  # noqa: E402
 from kvpool.engines.vllm.engine_pool import EnginePool  # noqa: E402
+from kvpool.engines.vllm.expected import Expected  # noqa: E402
 from kvpool.engines.vllm.figures import Figures  # noqa: E402
 from kvpool.engines.vllm.layouts import adoption_of, pages_of  # noqa: E402
+from kvpool.engines.vllm.member_pool import MemberPool  # noqa: E402
+from kvpool.engines.vllm.members import ROLES, Membership  # noqa: E402
 from kvpool.engines.vllm.metrics import KvpoolPromMetrics, KvpoolStats  # noqa: E402
 from kvpool.engines.vllm.options import Options  # noqa: E402
+from kvpool.engines.vllm.outgoing import Outgoing  # noqa: E402
 from kvpool.engines.vllm.planner import Planner  # noqa: E402
 from kvpool.engines.vllm.plans import StepPlan, WorkerReport  # noqa: E402
 from kvpool.engines.vllm.scheduler_index import SchedulerIndex  # noqa: E402
@@ -97,7 +101,9 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._workers: int = parallel.world_size
         self._rank: int = parallel.rank
         self._one_process = parallel.world_size == 1 and issubclass(Executor.get_class(vllm_config), UniProcExecutor)
+        _check_members(self._options, self._one_process, parallel)
         self._pages = pages_of(kv_cache_config)
+        self._layer_of = {name: layer for layer, name in enumerate(self._pages.layers)}
         self._engine: EnginePool | None = None
         self._index: SchedulerIndex | None = None
         self._planned: Planner | None = None
@@ -161,9 +167,10 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._planner.failed(connector_output.invalid_block_ids)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """VLLM may free the blocks at once: the step that writes to them next waits for the saves that read them."""
+        """VLLM may free the blocks at once: the step that writes to them next waits for what still reads them."""
+        answer = self._planner.answer(request.request_id)
         self._planner.finish(request.request_id)
-        return False, None
+        return False, answer
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -192,7 +199,10 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             **settings,
         )
         stream = (lambda: torch.cuda.current_stream(device)) if device.type == "cuda" else None
-        if self._one_process:
+        if self._options.cluster:
+            self._engine = self._member(pool, stream)
+            engine_pool.attach(self._engine_id, self._engine)
+        elif self._one_process:
             self._engine = EnginePool(pool, self._pages.blocks, stream)
             engine_pool.attach(self._engine_id, self._engine)
         else:
@@ -208,6 +218,8 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
         """Called before each step: waits for the saves whose blocks the step writes."""
         engine = self._worker()
+        if isinstance(engine, MemberPool):
+            engine.begin_step()
         engine.await_saves_of(kv_connector_metadata.plan.written)
         if isinstance(engine, WorkerPool):
             engine.restored(kv_connector_metadata.plan.restored)
@@ -225,11 +237,19 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Nothing: loads are of all layers, and done."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: blocks are saved when all layers are computed."""
+        """Sends the layer, if prompts are sent by layer. Blocks are saved when all layers are computed."""
+        if not self._options.by_layer or layer_name not in self._layer_of:
+            return
+        engine, sends = self._worker(), self._step().sends
+        if sends and isinstance(engine, MemberPool):
+            engine.layer_computed(self._layer_of[layer_name], sends)
 
     def wait_for_save(self) -> None:
-        """Begins the step's saves; a thread of the pool copies while the next step computes."""
+        """Begins the step's sends and saves; threads of the pool copy while the next step computes."""
         engine = self._worker()
+        if isinstance(engine, MemberPool):
+            for send in self._step().sends:
+                engine.send(send)
         for save in self._step().saves:
             engine.begin_save(save)
 
@@ -287,8 +307,8 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Nothing is done between layers."""
-        return False
+        """Layers are sent between layers, if the options say so."""
+        return bool(extra_config.get("by_layer"))
 
     # ----
 
@@ -300,13 +320,33 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _planner_over(self, engine: EnginePool | SchedulerIndex) -> Planner:
         transfer = self._kv_transfer_config
+        consumes, produces = transfer.is_kv_consumer, transfer.is_kv_producer
+        expected = outgoing = None
+        if isinstance(engine, MemberPool):
+            expected = Expected(engine, self._options.transfer_timeout_s) if consumes else None
+            outgoing = Outgoing(engine, engine.name, self._pages.block_tokens) if produces else None
+            consumes = produces = True  # the role says what goes to others; each has its cache
         return Planner(
             engine,
             self._pages.block_tokens,
-            loads=transfer.is_kv_consumer,
-            saves=transfer.is_kv_producer,
+            loads=consumes,
+            saves=produces,
             async_load=self._options.async_load,
+            expected=expected,
+            outgoing=outgoing,
         )
+
+    def _member(self, pool: Pool, stream: Any) -> MemberPool:
+        """The engine's pool as a member of the cluster, which must be before it adopts blocks."""
+        options = self._options
+        assert options.cluster
+        try:
+            role = ROLES[self._kv_transfer_config.kv_role]
+            membership = Membership(pool, options.cluster, role, options.listen, options.cluster_options)
+        except BaseException:
+            pool.close()
+            raise
+        return MemberPool(pool, self._pages.blocks, membership, options.transfer_timeout_s, stream)
 
     def _worker(self) -> EnginePool:
         if self._engine is None:
@@ -324,3 +364,13 @@ def _check_supported(vllm_config: Any) -> None:
         raise Unsupported("KvpoolConnector does not support context parallelism: workers would hold parts of tokens")
     if vllm_config.model_config.enable_sleep_mode:
         raise Unsupported("KvpoolConnector does not support sleep mode: vLLM would unmap blocks that the pool reads")
+
+
+def _check_members(options: Options, one_process: bool, parallel: Any) -> None:
+    if options.cluster and not one_process:
+        raise Unsupported(
+            "KvpoolConnector supports the option cluster only with one worker in the scheduler's process: leave it "
+            "out, or use the executor uni, without tensor or pipeline parallelism"
+        )
+    if options.by_layer and getattr(parallel, "use_ubatching", False):
+        raise Unsupported("by_layer does not work with micro-batches (--enable-dbo), which write a layer in two pieces")

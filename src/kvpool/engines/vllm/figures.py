@@ -15,6 +15,13 @@ FIGURES: dict[str, str] = {
     "saved_tokens": "Tokens copied to DRAM",
     "save_wait_seconds": "Seconds that steps waited for saves, because they write to their blocks",
     "failed_saves": "Saves that failed, most for lack of room",
+    "sends": "Transfers to other engines that ended well",
+    "sent_tokens": "Tokens sent to other engines; what the receiver had is not sent",
+    "failed_sends": "Transfers to other engines that failed",
+    "send_wait_seconds": "Seconds that steps waited for sends, because they write to their blocks",
+    "prompt_waits": "Requests whose prompt was announced by another engine",
+    "prompt_wait_seconds": "Seconds that these waited for it",
+    "expired_waits": "Of these, requests that did not get it in time, and computed it",
 }
 
 

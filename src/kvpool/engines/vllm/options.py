@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvpool.errors import ArgumentError, ArgumentTypeError
@@ -11,6 +11,7 @@ from kvpool.errors import ArgumentError, ArgumentTypeError
 __all__ = ["GIB", "Options"]
 
 GIB = 1 << 30
+_OF_MEMBERS = ("cluster_options", "listen", "by_layer", "transfer_timeout_s")
 
 
 @dataclass(frozen=True)
@@ -22,13 +23,23 @@ class Options:
         dram_blocks: The same in blocks of vLLM; takes the place of `dram_gib`.
         async_load: Load while other requests compute, instead of before the step. The request waits for it outside the
             batch. Pays off where a load takes longer than a step.
-        name: The pool's name, in logs and errors.
+        name: The pool's name, in logs and errors, and in the cluster.
+        cluster: The URL of a cluster: the engine becomes a member, sends prompts to others, and gets theirs.
+        cluster_options: More for `Cluster.join`, such as ``lease`` or ``tls_ca``.
+        listen: The addresses for other members, as for `Pool.attach`.
+        by_layer: Send each layer of a prompt as soon as it is computed.
+        transfer_timeout_s: Seconds that a send may take, and for which a request waits for its prompt.
     """
 
     dram_gib: float = 4.0
     dram_blocks: int | None = None
     async_load: bool = False
     name: str | None = None
+    cluster: str | None = None
+    cluster_options: Mapping[str, Any] = field(default_factory=dict)
+    listen: str | list[str] | None = None
+    by_layer: bool = False
+    transfer_timeout_s: float = 5.0
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> Options:
@@ -52,10 +63,20 @@ class Options:
         _check("dram_gib", options.dram_gib, (int, float), options.dram_gib)
         if options.dram_blocks is not None:
             _check("dram_blocks", options.dram_blocks, (int,), options.dram_blocks)
-        if not isinstance(options.async_load, bool):
-            raise ArgumentTypeError("kv_connector_extra_config: async_load must be true or false")
-        if options.name is not None and not isinstance(options.name, str):
-            raise ArgumentTypeError("kv_connector_extra_config: name must be a text")
+        _check("transfer_timeout_s", options.transfer_timeout_s, (int, float), options.transfer_timeout_s)
+        for name in ("async_load", "by_layer"):
+            if not isinstance(getattr(options, name), bool):
+                raise ArgumentTypeError(f"kv_connector_extra_config: {name} must be true or false")
+        for name in ("name", "cluster"):
+            if not isinstance(getattr(options, name), str | None):
+                raise ArgumentTypeError(f"kv_connector_extra_config: {name} must be a text")
+        if not isinstance(options.cluster_options, Mapping):
+            raise ArgumentTypeError("kv_connector_extra_config: cluster_options must be an object")
+        alone = [name for name in _OF_MEMBERS if name in extra]
+        if alone and not options.cluster:
+            raise ArgumentError(
+                f"kv_connector_extra_config: {', '.join(alone)} is for a member of a cluster: give cluster, too"
+            )
         return options
 
     def blocks(self, block_bytes: int, workers: int = 1) -> int:

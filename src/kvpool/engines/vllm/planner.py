@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -9,11 +10,16 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.engines.vllm.engine_pool import EnginePool
+from kvpool.engines.vllm.expected import Expected
+from kvpool.engines.vllm.outgoing import Outgoing
+from kvpool.engines.vllm.params import read
 from kvpool.engines.vllm.plans import LoadPlan, SavePlan, StepPlan, ids
 from kvpool.engines.vllm.requests import Tracked, cacheable, namespace_of
 from kvpool.engines.vllm.scheduler_index import SchedulerIndex
 
 __all__ = ["Planner"]
+
+_log = logging.getLogger("kvpool.engines.vllm")
 
 
 class Planner:
@@ -25,6 +31,8 @@ class Planner:
         loads: Prompts are looked up.
         saves: Blocks are saved.
         async_load: Loads are carried out beside steps.
+        expected: Requests wait here for the prompts of other engines. None: none does.
+        outgoing: Prompts are sent from here to other engines. None: none is.
     """
 
     def __init__(
@@ -35,8 +43,11 @@ class Planner:
         loads: bool = True,
         saves: bool = True,
         async_load: bool = False,
+        expected: Expected | None = None,
+        outgoing: Outgoing | None = None,
     ) -> None:
         self._engine = engine
+        self._expected, self._outgoing = expected, outgoing
         self._block_tokens = block_tokens
         self._reads, self._writes = loads, saves
         self._async_load = async_load
@@ -44,7 +55,7 @@ class Planner:
         self._offered: set[str] = set()  # pinned, and no load was planned
         self._loads: list[LoadPlan] = []
         self._loading: dict[str, npt.NDArray[np.int64]] = {}  # blocks of the last load of each request
-        self._planned_saves = False  # by the previous step
+        self._planned_saves = False  # or sends, by the previous step
 
     def add(self, request: Any) -> Tracked:
         """A request that is new, or that has the id of one that has ended."""
@@ -57,12 +68,15 @@ class Planner:
             writable=fit and self._writes,
         )
         self._tracked[request.request_id] = tracked
+        if fit:
+            self._meet_others(tracked)
         return tracked
 
-    def match(self, request: Any, computed: int) -> tuple[int, bool]:
+    def match(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """How many tokens are cached beyond the `computed` first, and whether they are loaded beside steps.
 
-        The hit stays pinned until the step is planned. At least one token is left to compute.
+        None: it should be asked again later, because another engine is sending the prompt. The hit stays pinned until
+        the step is planned. At least one token is left to compute.
         """
         tracked = self._tracked.get(request.request_id) or self.add(request)
         tracked.planned, tracked.local = 0, computed
@@ -70,10 +84,18 @@ class Planner:
         if not tracked.readable:
             return 0, False
         tokens = tracked.tokens.first(request, request.num_tokens - 1)
+        # In this order: what arrives after the look-up is not found by it.
+        arrived = self._expected is not None and self._expected.has_arrived(request.request_id)
         found = self._engine.pin(request.request_id, tokens, tracked.namespace)
+        if self._expected is not None and not arrived:
+            wanted = len(tokens) // self._block_tokens * self._block_tokens
+            if self._expected.must_wait(request.request_id, max(found, computed), wanted):
+                self._engine.unpin(request.request_id)
+                return None, False
         tracked.planned = found // self._block_tokens
         if found <= computed:
             self._engine.unpin(request.request_id)
+            self._loads_now(request.request_id)
             return 0, False
         self._offered.add(request.request_id)
         return found - computed, self._async_load
@@ -86,6 +108,7 @@ class Planner:
         first = tracked.local // self._block_tokens
         into = ids(blocks[first : first + external // self._block_tokens])
         self._offered.discard(request.request_id)
+        self._loads_now(request.request_id)
         self._loads.append(LoadPlan(request.request_id, first, into))
         self._loading[request.request_id] = into
 
@@ -115,12 +138,15 @@ class Planner:
             save = self._save_of(tracked, count, blocks_of)
             if save is not None:
                 step.saves.append(save)
+            send = None if self._outgoing is None else self._outgoing.plan(request_id, count, blocks_of)
+            if send is not None:
+                step.sends.append(send)
         if copies_blocks:
             step.written = None
         elif step.written is not None:
             for load in step.loads:
                 step.written.update(load.blocks.tolist())
-        self._planned_saves = bool(step.saves)
+        self._planned_saves = bool(step.saves or step.sends)
         return step
 
     def failed(self, blocks: Iterable[int]) -> None:
@@ -132,11 +158,21 @@ class Planner:
                 tracked = self._tracked[request_id]
                 tracked.readable = False
                 tracked.planned = tracked.local // self._block_tokens
+                if self._outgoing is not None:
+                    self._outgoing.restart(request_id)
+
+    def answer(self, request_id: str) -> dict[str, Any] | None:
+        """``kv_transfer_params`` of the request's answer: what another engine must know of the prompt."""
+        announced = None if self._outgoing is None else self._outgoing.announced(request_id)
+        return None if announced is None else announced.told()
 
     def finish(self, request_id: str) -> None:
         """The request has ended. A load under way goes on; vLLM keeps its blocks until it is told the end."""
         self._tracked.pop(request_id, None)
         self._loading.pop(request_id, None)
+        self._loads_now(request_id)
+        if self._outgoing is not None:
+            self._outgoing.finish(request_id)
         if request_id in self._offered:
             self._offered.discard(request_id)
             self._engine.unpin(request_id)
@@ -147,10 +183,30 @@ class Planner:
             if tracked.request.num_computed_tokens:
                 tracked.writable = False
             tracked.planned = 0
+        if self._outgoing is not None:
+            self._outgoing.drop_computed()
         self._offered.clear()
         return self._engine.clear()
 
     # ----
+
+    def _meet_others(self, tracked: Tracked) -> None:
+        """What the request says about other engines."""
+        request = tracked.request
+        params = read(request.kv_transfer_params)
+        if (params.announced is not None and self._expected is None) or (params.to and self._outgoing is None):
+            _log.warning(
+                "kv_transfer_params of a request are ignored: this engine is in no cluster, or has another role"
+            )
+        if self._expected is not None and params.announced is not None and tracked.readable:
+            self._expected.add(request.request_id, params.announced)
+        if self._outgoing is not None and params.to:
+            self._outgoing.add(tracked, params.to)
+
+    def _loads_now(self, request_id: str) -> None:
+        """The request waits for no other engine any more."""
+        if self._expected is not None:
+            self._expected.finish(request_id)
 
     def _release_offers(self) -> None:
         """VLLM had no room for these, and asks again."""

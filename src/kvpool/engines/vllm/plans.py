@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["LoadPlan", "SavePlan", "StepPlan", "WorkerReport", "ids"]
+__all__ = ["LoadPlan", "SavePlan", "SendPlan", "StepPlan", "WorkerReport", "ids"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,25 @@ class SavePlan:
     target: npt.NDArray[np.int64] | None = None
 
 
+@dataclass(frozen=True)
+class SendPlan:
+    """The beginning of a prompt in whole blocks, for another engine, and vLLM's blocks that hold it after the step.
+
+    Attributes:
+        peer: The other engine's name in the cluster.
+        id: Of the prompt, for the receiver.
+        last: Nothing of the prompt follows.
+    """
+
+    request_id: str
+    namespace: str
+    tokens: npt.NDArray[np.int32]
+    blocks: npt.NDArray[np.int64]
+    peer: str
+    id: str
+    last: bool
+
+
 @dataclass
 class StepPlan:
     """What a step does besides computing.
@@ -57,12 +76,14 @@ class StepPlan:
         saves: After it.
         written: Blocks that it may write; None: any.
         restored: Blocks that it computes anew, after a load into them has failed.
+        sends: After it, or layer by layer during it.
     """
 
     loads: list[LoadPlan] = field(default_factory=list)
     saves: list[SavePlan] = field(default_factory=list)
     written: set[int] | None = field(default_factory=set)
     restored: set[int] = field(default_factory=set)
+    sends: list[SendPlan] = field(default_factory=list)
 
 
 @dataclass

@@ -1,0 +1,103 @@
+"""The prompts that other engines have sent, until a request uses them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvpool import _core
+from kvpool.engines.vllm.params import number_in
+from kvpool.pool import Pool
+
+__all__ = ["Arrivals"]
+
+
+@dataclass
+class _Arrival:
+    item: _core.Received | None  # None: let go
+    blocks: int
+    until: float
+
+
+class Arrivals:
+    """What has arrived, by its id. Any thread may call.
+
+    A thread of the pool enters what arrives, also while the engine has nothing to do. An arrival pins its blocks, so
+    that they are still there when its request comes. A request may never come: so a pin ends after a time, and all of
+    them together hold at most half of the cache; the oldest ends first. The blocks stay cached without it.
+    """
+
+    def __init__(self, pool: Pool, keep_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """Of the pool's inbox.
+
+        Args:
+            pool: A member of a cluster.
+            keep_s: Seconds for which an arrival is remembered.
+            clock: Seconds.
+        """
+        self._keep_s = keep_s
+        self._clock = clock
+        self._pinned_max = pool.stats().dram.capacity // 2
+        self._lock = threading.Lock()
+        self._pinned = 0
+        self._arrivals: dict[str, _Arrival] = {}  # the oldest first
+        self._callback = pool.inbox.on_received(self._enter)
+
+    def came(self, number: str) -> bool:
+        """Whether the prompt of this id has arrived, lately enough to be remembered."""
+        with self._lock:
+            self._end_pins()
+            return number in self._arrivals
+
+    def let_go(self, number: str) -> None:
+        """Its request needs no pin any more."""
+        with self._lock:
+            arrival = self._arrivals.get(number)
+            if arrival is not None:
+                self._unpin(arrival)
+
+    def clear(self) -> None:
+        """Ends all pins and forgets all arrivals."""
+        with self._lock:
+            for arrival in self._arrivals.values():
+                self._unpin(arrival)
+            self._arrivals.clear()
+
+    def close(self) -> None:
+        """Takes no more, and ends all pins."""
+        self._callback.close()
+        self.clear()
+
+    # ----
+
+    def _enter(self, item: _core.Received) -> None:
+        number = number_in(item.private)
+        with self._lock:
+            if not number or not item.inserted or number in self._arrivals:
+                item.close()
+                return
+            self._pinned += len(item.addrs)
+            self._arrivals[number] = _Arrival(item, len(item.addrs), self._clock() + self._keep_s)
+            self._end_pins()
+
+    def _end_pins(self) -> None:
+        """Forgets what is too old, and unpins what is too much."""
+        now = self._clock()
+        while self._arrivals:
+            number, oldest = next(iter(self._arrivals.items()))
+            if oldest.until > now:
+                break
+            self._unpin(oldest)
+            del self._arrivals[number]
+        for arrival in self._arrivals.values():
+            if self._pinned <= self._pinned_max:
+                break
+            self._unpin(arrival)
+
+    def _unpin(self, arrival: _Arrival) -> None:
+        if arrival.item is not None:
+            arrival.item.close()
+            arrival.item = None
+            self._pinned -= arrival.blocks

@@ -1,0 +1,68 @@
+"""An engine's pool as a member of a cluster, so that engines find each other by name."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from typing import Any, Final
+
+from kvpool.cluster import Cluster, MemberEvent, Role
+from kvpool.pool import Pool
+
+__all__ = ["ROLES", "Membership"]
+
+ROLES: Final[Mapping[str, Role]] = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
+"""By vLLM's ``kv_role``."""
+
+
+class Membership:
+    """The membership of a pool. Any thread may call.
+
+    Attributes:
+        name: The pool's name in the cluster.
+    """
+
+    def __init__(self, pool: Pool, url: str, role: Role, listen: str | list[str] | None, options: Any) -> None:
+        """Joins; waits as long as `Pool.attach` does.
+
+        Args:
+            pool: It has adopted nothing yet: the cluster gives its addresses their number.
+            url: Of the cluster.
+            role: What others see.
+            listen: As for `Pool.attach`.
+            options: More for `Cluster.join`. The password of a user comes from KVPOOL_ETCD_PASSWORD.
+
+        Raises:
+            Whatever `Cluster.join` and `Pool.attach` raise; then the cluster is left.
+        """
+        password = os.environ.get("KVPOOL_ETCD_PASSWORD") if options.get("user") else None
+        self._cluster = Cluster.join(url, password=password, **options)
+        self._lock = threading.Lock()
+        self._names: dict[str, int] = {}  # of members, and which incarnation has it
+        try:
+            attachment = pool.attach(self._cluster, name=pool.settings.name or None, role=role, listen=listen)
+            self.name = attachment.name
+            for member in self._cluster.members():
+                self._names[member.name] = member.incarnation
+            self._cluster.on_change(self._changed)
+        except BaseException:
+            self._cluster.close()
+            raise
+
+    def has(self, name: str) -> bool:
+        """Whether another member of this name is up, as far as is known."""
+        with self._lock:
+            return name in self._names and name != self.name
+
+    def close(self) -> None:
+        """Leaves."""
+        self._cluster.close()
+
+    def _changed(self, event: MemberEvent) -> None:
+        member = event.member
+        with self._lock:
+            if event.kind not in ("left", "lost"):
+                self._names[member.name] = member.incarnation
+            elif self._names.get(member.name) == member.incarnation:
+                del self._names[member.name]

@@ -1,0 +1,94 @@
+"""``kv_transfer_params`` of a request and of an answer: what a client or proxy says to two engines.
+
+Anybody who may send a request may have written them, so every field is checked, and what is wrong is ignored.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+__all__ = ["KEY", "Announced", "Params", "letter", "number_in", "read"]
+
+_log = logging.getLogger("kvpool.engines.vllm")
+
+KEY: Final = "kvpool"
+_LETTER: Final = b"kvpool-prompt "
+_NAME_MAX: Final = 255  # characters, as of a member
+_ID_MAX: Final = 64
+_TOKENS_MAX: Final = 1 << 31
+_SHOWN: Final = 80
+
+
+@dataclass(frozen=True)
+class Announced:
+    """A prompt that another engine sends.
+
+    Attributes:
+        peer: The engine's name in the cluster.
+        id: The number of this prompt among all that were ever sent, as text.
+        tokens: How many tokens it has, in whole blocks.
+    """
+
+    peer: str
+    id: str
+    tokens: int
+
+    def told(self) -> dict[str, Any]:
+        """As ``kv_transfer_params`` of an answer, and of the next request."""
+        return {KEY: {"from": self.peer, "id": self.id, "tokens": self.tokens}}
+
+
+@dataclass(frozen=True)
+class Params:
+    """What a request says.
+
+    Attributes:
+        to: Send the prompt to this member. "": to nobody.
+        announced: The prompt comes from another engine. None: it does not.
+    """
+
+    to: str = ""
+    announced: Announced | None = None
+
+
+def read(given: object) -> Params:
+    """Reads ``kv_transfer_params``. What is missing, or wrong, is left out; what is wrong is logged."""
+    if not isinstance(given, Mapping) or KEY not in given:
+        return Params()
+    fields = given[KEY]
+    if not isinstance(fields, Mapping):
+        return _ignored(fields)
+    to, peer = fields.get("to", ""), fields.get("from", "")
+    if not (_is_text(to, _NAME_MAX) and _is_text(peer, _NAME_MAX)):
+        return _ignored(fields)
+    if not peer:
+        return Params(to=to)
+    number, tokens = fields.get("id"), fields.get("tokens")
+    if not _is_text(number, _ID_MAX) or not number or type(tokens) is not int or not 0 < tokens < _TOKENS_MAX:
+        return _ignored(fields)
+    return Params(to, Announced(peer, str(number), tokens))
+
+
+def letter(number: str) -> bytes:
+    """What goes with the last blocks of a prompt."""
+    return _LETTER + number.encode()
+
+
+def number_in(private: bytes) -> str:
+    """The id in a letter, or "" if these bytes are something else."""
+    number = private.removeprefix(_LETTER)
+    if len(number) == len(private) or len(number) > _ID_MAX or not number.isascii():
+        return ""
+    return number.decode()
+
+
+def _is_text(value: object, longest: int) -> bool:
+    return isinstance(value, str) and len(value) <= longest and (not value or value.isprintable())
+
+
+def _ignored(fields: object) -> Params:
+    _log.warning("kv_transfer_params of a request are ignored, because kvpool cannot read them: %.*r", _SHOWN, fields)
+    return Params()

@@ -1,0 +1,305 @@
+"""Sends of prompts to other engines, from vLLM's own blocks. The worker's side."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool import _core
+from kvpool.engines.vllm.figures import Figures
+from kvpool.engines.vllm.links import Links
+from kvpool.engines.vllm.params import letter
+from kvpool.engines.vllm.plans import SendPlan
+from kvpool.errors import DeadlineExceeded, Error, PeerLost
+from kvpool.pool import Pool
+from kvpool.types import DRAM, KVLayout
+
+__all__ = ["Sends"]
+
+_log = logging.getLogger("kvpool.engines.vllm")
+
+_GRACE_S: Final = 0.2  # for which a step waits for a send that reads a block which the step writes
+_LOOK_S: Final = 1.0  # between two words in the log about a send that does not end
+
+
+class _Send:
+    """One transfer: not begun, under way, or over. It begins in the engine's thread, or in one that has connected."""
+
+    def __init__(self, plan: SendPlan, begin: Callable[[], _core.Transfer]) -> None:
+        self.plan = plan
+        self.blocks = frozenset(plan.blocks.tolist())
+        self.transfer: _core.Transfer | None = None
+        self.error: Exception | None = None
+        self.dropped = False
+        self._begin = begin
+        self._lock = threading.Lock()  # it begins or is dropped, never both
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing reads its blocks any more."""
+        if self.transfer is not None:
+            return self.transfer.done()
+        return self.dropped or self.error is not None
+
+    def begin(self, error: Error | None = None) -> None:
+        """Begins, unless it was dropped. `error`: why it cannot."""
+        with self._lock:
+            if self.dropped:
+                return
+            if error is None:
+                try:
+                    self.transfer = self._begin()
+                except Error as refused:
+                    error = refused
+            self.error = error
+
+    def drop(self) -> None:
+        """It shall not begin, if it has not yet."""
+        with self._lock:
+            self.dropped = self.transfer is None and self.error is None
+
+    def cancel(self) -> None:
+        """It shall end soon."""
+        if self.transfer is not None:
+            self.transfer.cancel()
+
+
+class _Layers:
+    """The layers of one plan that are computed, and the stream that sends them, once it is open."""
+
+    def __init__(self) -> None:
+        self.computed: list[int] = []
+        self.sent = 0
+        self.stream: _core.TransferStream | None = None
+        self.send: _Send | None = None
+
+
+class Sends:
+    """The sends of an engine. Not thread-safe: the engine's one thread calls.
+
+    No method waits for a peer, but `await_writes` and `close`, whose waits are bounded.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        addrs: npt.NDArray[np.uint64],
+        is_member: Callable[[str], bool],
+        timeout_s: float,
+        stream: Callable[[], Any],
+    ) -> None:
+        """Of an engine.
+
+        Args:
+            pool: A member of a cluster.
+            addrs: The addresses of vLLM's blocks.
+            is_member: Whether a member of this name is up.
+            timeout_s: Seconds for a send.
+            stream: Returns the CUDA stream whose work writes the blocks, or None.
+        """
+        layout = pool.kv_layout
+        assert isinstance(layout, KVLayout)
+        self._pool = pool
+        self._addrs = addrs
+        self._is_member = is_member
+        self._timeout_s = timeout_s
+        self._stream = stream
+        self._block_tokens = layout.block_tokens
+        self._layers = layout.layers
+        self._links = Links(pool, timeout_s)
+        self._sends: list[_Send] = []
+        self._open: dict[str, _Layers] = {}  # by the plans' ids: those of this step
+        self._failed: set[str] = set()
+        self._figures = Figures()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a send is under way, or is to begin."""
+        self._reap()
+        return bool(self._sends)
+
+    def connect(self, peer: str) -> None:
+        """There will be sends to this member."""
+        if self._is_member(peer) and not self._links.connected(peer):
+            self._links.connect(peer)
+
+    def begin_step(self) -> None:
+        """The previous step has ended. What it left open, because the model failed, is not sent."""
+        for layers in self._open.values():
+            if layers.send is not None:
+                layers.send.cancel()
+        self._open.clear()
+
+    def layer(self, plans: Sequence[SendPlan], layer: int) -> None:
+        """One more layer of all these is computed. Sends it, unless something is in the way."""
+        for plan in plans:
+            layers = self._open.setdefault(plan.id, _Layers())
+            if layer in layers.computed:
+                continue
+            layers.computed.append(layer)
+            if layers.send is None and not self._under_way(plan.id) and self._links.connected(plan.peer):
+                self._begin_layers(plan, layers)
+            self._send_computed(layers)
+
+    def send(self, plan: SendPlan) -> None:
+        """All layers are computed: sends what was not sent."""
+        layers = self._open.pop(plan.id, None)
+        if layers is None or layers.send is None:
+            self._send_whole(plan)
+            return
+        layers.computed += [layer for layer in range(self._layers) if layer not in layers.computed]
+        self._send_computed(layers)
+        if layers.stream is not None:
+            layers.stream.finish()
+
+    def refuse(self, plan: SendPlan) -> None:
+        """Its blocks are not what they should be: nothing is sent."""
+        layers = self._open.pop(plan.id, None)
+        if layers is not None and layers.send is not None:
+            layers.send.cancel()
+
+    def await_writes(self, written: set[int] | None) -> None:
+        """Waits for the sends that read one of the blocks; None: any. What has not begun is given up."""
+        waiting = [
+            send for send in self._sends if not send.over and (written is None or not send.blocks.isdisjoint(written))
+        ]
+        if not waiting:
+            return
+        began = time.perf_counter()
+        for send in waiting:
+            self._end(send)
+        self._figures.add(send_wait_seconds=time.perf_counter() - began)
+        self._reap()
+
+    def failed(self, number: str) -> bool:
+        """Whether a send of this id has failed, so far."""
+        self._reap()
+        return number in self._failed
+
+    def forget(self, number: str) -> None:
+        """Nobody will ask about this id."""
+        self._failed.discard(number)
+
+    def take_figures(self) -> Figures:
+        """What happened since the last call."""
+        self._reap()
+        taken, self._figures = self._figures, Figures()
+        return taken
+
+    def close(self) -> None:
+        """Ends all sends. REQUIRES: the pool is closed next, and then `join` is called."""
+        self.begin_step()
+        for send in self._sends:
+            send.drop()
+            send.cancel()
+        for send in self._sends:
+            self._end(send)
+        self._sends.clear()
+
+    def join(self) -> None:
+        """Waits for the threads. REQUIRES: the pool is closed."""
+        self._links.close()
+
+    # ----
+
+    def _under_way(self, number: str) -> bool:
+        """Whether an earlier send of this prompt has not ended: what it sends the receiver does not skip yet."""
+        return any(send.plan.id == number and not send.over for send in self._sends)
+
+    def _send_whole(self, plan: SendPlan) -> None:
+        self._reap()
+        for earlier in self._sends:
+            if earlier.plan.id == plan.id:
+                earlier.drop()
+        self._sends = [send for send in self._sends if not send.dropped]  # this one sends what those should have sent
+        if not plan.last and self._under_way(plan.id):
+            return  # the next one sends it, too
+        stream, until = self._stream(), time.monotonic() + self._timeout_s
+        send = _Send(plan, lambda: self._transfer(plan, stream, until))
+        self._sends.append(send)
+        if not self._is_member(plan.peer):
+            send.begin(PeerLost(f"there is no engine {plan.peer!r} in the cluster"))
+        elif self._links.connected(plan.peer):
+            send.begin()
+        else:
+            self._links.connect(plan.peer, send.begin)
+
+    def _transfer(self, plan: SendPlan, stream: Any, until: float) -> _core.Transfer:
+        """Begins, perhaps after some time for a connection."""
+        left_s = until - time.monotonic()
+        if left_s <= 0:
+            raise DeadlineExceeded(f"the connection to {plan.peer} took too long")
+        return self._pool.transfer_with_insert(
+            plan.peer, plan.tokens, self._addrs[plan.blocks], namespace=plan.namespace, medium=DRAM,
+            private=letter(plan.id) if plan.last else None, stream=stream, timeout=left_s,
+        )  # fmt: skip
+
+    def _begin_layers(self, plan: SendPlan, layers: _Layers) -> None:
+        def begin() -> _core.Transfer:
+            layers.stream = self._pool.transfer_with_insert(
+                plan.peer, plan.tokens, self._addrs[plan.blocks], namespace=plan.namespace, medium=DRAM,
+                private=letter(plan.id) if plan.last else None, layerwise=True, timeout=self._timeout_s,
+            )  # fmt: skip
+            return layers.stream.transfer
+
+        layers.send = _Send(plan, begin)
+        self._sends.append(layers.send)
+        layers.send.begin()
+
+    def _send_computed(self, layers: _Layers) -> None:
+        if layers.stream is None:
+            return
+        try:
+            for layer in layers.computed[layers.sent :]:
+                layers.stream.send_layer(layer, stream=self._stream())
+                layers.sent += 1
+        except Error:  # with which the transfer has ended, or ends now
+            layers.stream.transfer.cancel()
+            layers.stream = None
+
+    def _end(self, send: _Send) -> None:
+        """Returns when nothing reads the send's blocks: soon, if the receiver works, and then in any case."""
+        send.drop()
+        if send.transfer is None:
+            return
+        began = time.perf_counter()
+        wait_s = _GRACE_S
+        while not send.transfer.done():
+            try:
+                send.transfer.exception(wait_s)
+            except TimeoutError:
+                if wait_s == _LOOK_S:
+                    _log.warning("a send to %s does not end for %.1f s", send.plan.peer, time.perf_counter() - began)
+                send.cancel()
+                wait_s = _LOOK_S
+
+    def _reap(self) -> None:
+        """Counts the sends that are over."""
+        left = []
+        for send in self._sends:
+            if not send.over:
+                left.append(send)
+                continue
+            if send.error is None and send.transfer is not None:
+                send.error = send.transfer.exception(0)
+            if send.error is not None or send.dropped:
+                self._send_failed(send)
+            elif send.transfer is not None:
+                stats = send.transfer.stats
+                tokens = (stats.blocks - stats.skipped_blocks) * self._block_tokens
+                self._figures.add(sends=1, sent_tokens=tokens)
+        self._sends = left
+
+    def _send_failed(self, send: _Send) -> None:
+        plan = send.plan
+        if not send.dropped:
+            self._figures.add(failed_sends=1)
+            _log.warning("a prompt of %d tokens was not sent to %s: %s", len(plan.tokens), plan.peer, send.error)
+        if plan.last:
+            self._failed.add(plan.id)

@@ -1,0 +1,39 @@
+"""What clients and proxies write into ``kv_transfer_params``."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpool.engines.vllm.params import Announced, Params, letter, number_in, read
+
+RIGHT = {"from": "prefill-0", "id": "ab12", "tokens": 64}
+
+
+def test_what_an_answer_tells_is_read():
+    announced = Announced("prefill-0", "ab12", 64)
+    assert announced.told() == {"kvpool": RIGHT}
+    assert read(announced.told()) == Params(announced=announced)
+    assert read({"kvpool": {"to": "decode-0"}, "other": 1}) == Params(to="decode-0")
+    assert read({"kvpool": {**RIGHT, "to": "decode-0"}}) == Params("decode-0", announced)
+    for nothing in (None, {}, {"do_remote_decode": True}):
+        assert read(nothing) == Params()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        None, 3, "decode-0", ["to"], {"to": 3}, {"to": None}, {"to": "x" * 256}, {"to": "a\nb"}, {"to": ["decode-0"]},
+        {**RIGHT, "id": None}, {**RIGHT, "id": ""}, {**RIGHT, "id": "x" * 65}, {**RIGHT, "id": 7},
+        {**RIGHT, "tokens": 0}, {**RIGHT, "tokens": -1}, {**RIGHT, "tokens": True}, {**RIGHT, "tokens": 1 << 31},
+        {**RIGHT, "tokens": "64"}, {**RIGHT, "tokens": 64.0}, {**RIGHT, "from": 3}, {"from": "prefill-0"},
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_ignored_with_a_warning(fields, caplog):
+    assert read({"kvpool": fields}) == Params()
+    assert "ignored" in caplog.text
+
+
+def test_a_letter_carries_the_id():
+    assert number_in(letter("ab12")) == "ab12"
+    for other in (b"", b"ab12", b"kvpool-prompt \xff", letter("x" * 65)):
+        assert number_in(other) == ""
