@@ -55,6 +55,7 @@ BENCHES = {
     "dist-breakdown": "bench.distattention.breakdown",
     "dist-remote": "bench.distattention.remote",
     "vllm-ttft": "bench.engines.vllm_ttft",
+    "vllm-router": "bench.engines.vllm_router",
     "sim": "bench.sim.speed",
     "gpu": "bench.gpu.speed",
     "gpu-links": "bench.gpu.links",
