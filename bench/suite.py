@@ -57,6 +57,7 @@ BENCHES = {
     "dist-remote": "bench.distattention.remote",
     "vllm-ttft": "bench.engines.vllm_ttft",
     "vllm-pd": "bench.engines.vllm_pd",
+    "vllm-router": "bench.engines.vllm_router",
     "sim": "bench.sim.speed",
     "gpu": "bench.gpu.speed",
     "gpu-links": "bench.gpu.links",

@@ -9,7 +9,7 @@ from tools.planted_kit import Bug, in_python
 __all__ = ["MIGRATION_BUGS"]
 
 _PROTOCOL: Final = ("python/policy/test_migration.py",)
-_CARRIED_OUT: Final = ("python/control/test_migration.py",)
+_CARRIED_OUT: Final = tuple(f"python/control/test_migration{part}.py" for part in ("", "_room", "_ends"))
 
 MIGRATION_BUGS: Final[tuple[Bug, ...]] = (
     Bug(

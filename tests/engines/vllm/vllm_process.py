@@ -45,26 +45,31 @@ def installed(folder: Path) -> Path:
     return folder
 
 
+def environment_of(folder: Path, own_process: bool = False) -> dict[str, str]:
+    """The environment of a process of vLLM."""
+    paths = [str(ROOT / "src"), str(ROOT), str(HERE), str(installed(folder / "site"))]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "KVPOOL_"))}
+    return environment | {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if own_process else "0",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # the tests send functions to the engine's process
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "2",
+        "XDG_CONFIG_HOME": str(folder / "no-config"),
+    }
+
+
 class Engine:
     """A process with an engine, or with none before `start`."""
 
     def __init__(self, folder: Path, own_process: bool = False):
         self.model = str(folder / "model")
         self.errors = folder / f"stderr-{os.getpid()}-{id(self):x}.txt"
-        paths = [str(ROOT / "src"), str(ROOT), str(HERE), str(installed(folder / "site"))]
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "KVPOOL_"))}
-        environment |= {
-            "PYTHONPATH": os.pathsep.join(paths),
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_LOGGING_LEVEL": "WARNING",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if own_process else "0",
-            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # the tests send functions to the engine's process
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "2",
-            "XDG_CONFIG_HOME": str(folder / "no-config"),
-        }
+        environment = environment_of(folder, own_process)
         self.environment = environment
         with self.errors.open("w") as errors:
             self.process = subprocess.Popen(

@@ -20,6 +20,8 @@ import kvpool
 from kvpool.control import migration
 from kvpool.policy.migration import FIRST, OutputGate, Term
 
+LENGTH = 60  # tokens of a request, with its prompt
+
 _numbers = itertools.count(1)
 
 
@@ -268,3 +270,10 @@ def eventually(condition, seconds=20.0):
     while not condition():
         assert time.monotonic() < until, "it does not happen"
         time.sleep(0.002)
+
+
+def check(reader, engine, name, prompt, length=LENGTH):
+    """The tokens are those of a run without migration, at the engine and at the reader."""
+    expected = reference(prompt, length)
+    assert engine.finish(name) == expected
+    assert reader.tokens[name] == expected[len(prompt) :]

@@ -8,38 +8,13 @@ import threading
 
 import numpy as np
 import pytest
-from control.migration_kit import BLOCK, Place, Reader, eventually, prompt_of, reference
+from control.migration_kit import BLOCK, LENGTH, Place, check, eventually, prompt_of
 from prometheus_client import CollectorRegistry
 
 import kvpool
-from kvpool.control import migration
 from kvpool.control.migration.mailbox import NAMESPACE
-from kvpool.control.migration.room import Room
 from kvpool.observe.migration_metrics import MigrationCollector
 from kvpool.policy import migration as policy
-
-LENGTH = 60
-
-
-@pytest.fixture
-def reader():
-    return Reader()
-
-
-@pytest.fixture
-def places(reader):
-    found = [Place(name, reader) for name in ("a", "b")]
-    found[0].pool.peers.connect(found[1].address)
-    yield found
-    for each in found:
-        each.close()
-
-
-def check(reader, engine, name, prompt, length=LENGTH):
-    """The tokens are those of a run without migration, at the engine and at the reader."""
-    expected = reference(prompt, length)
-    assert engine.finish(name) == expected
-    assert reader.tokens[name] == expected[len(prompt) :]
 
 
 @pytest.mark.parametrize("by", ["kv", "tokens", "auto"])
@@ -130,89 +105,6 @@ def test_a_prefix_that_others_share_stays_with_them(places, reader):
         assert hit.tokens == 16
 
 
-def test_a_full_destination_refuses_before_anything_has_moved(places, reader):
-    a, b = places
-    prompt = prompt_of(6)
-    a.engine.begin("r", prompt, LENGTH)
-    filler = b.pool.alloc(b.pool.stats().hbm.free)
-    moving = a.migrations.migrate("r", "b")
-    with pytest.raises(kvpool.OutOfBlocks, match="b has no room"):
-        moving.wait()
-    assert moving.state == "here"
-    assert not a.engine.requests["r"].stopped
-    assert b.pool.peers.totals()["fetch"].succeeded == 0
-    b.pool.free(filler)
-    check(reader, a.engine, "r", prompt)
-    b.check_empty()
-
-
-def test_a_destination_with_room_for_a_part_refuses_before_anything_has_moved(reader):
-    block_bytes = 4 * BLOCK * 2 * 2 * 2 * 4
-    places = [Place("a", reader), Place("b", reader, bytes_per_s=20 * block_bytes)]  # a block at a time
-    try:
-        a, b = places
-        a.pool.peers.connect(b.address)
-        prompt = prompt_of(23, 40)
-        a.engine.begin("r", prompt, LENGTH)
-        filler = b.pool.alloc(b.pool.stats().hbm.free - 5)
-        with pytest.raises(kvpool.OutOfBlocks):
-            a.migrations.migrate("r", "b").wait()
-        assert b.pool.peers.totals()["fetch"].succeeded == 0
-        b.pool.free(filler)
-        check(reader, a.engine, "r", prompt)
-        b.check_empty()
-    finally:
-        for each in places:
-            each.close()
-
-
-def test_blocks_that_are_quarantined_are_freed_when_they_are_ours_again(places):
-    """A fetch has failed, and its source may still write: the pool refuses to free the blocks until then."""
-    _, b = places
-    own = b.pool.alloc(4)
-    free, refused = b.pool.free, [int(own[1])]
-    free(own[2:3])  # by the pool, after a quarantine
-
-    def refuse(addrs):
-        if {int(addr) for addr in addrs} & set(refused):
-            raise kvpool.StateError("the block is quarantined, not active")
-        free(addrs)
-
-    b.pool.free = refuse
-    room = Room(b.pool, kvpool.HBM, b.pool.match(own[:0].astype(np.int32)), own)
-    assert not room.give_up()
-    assert room.own.tolist() == refused
-    assert b.pool.stats().hbm.active == 1
-    refused.clear()
-    assert room.give_up()
-    del b.pool.free
-    b.check_empty()
-
-
-def test_a_full_source_can_still_send_its_requests_away(places, reader):
-    a, b = places
-    prompt = prompt_of(7)
-    a.engine.begin("r", prompt, LENGTH)
-    filler = a.pool.alloc(a.pool.stats().hbm.free)
-    a.migrations.migrate("r", "b").wait()
-    a.pool.free(filler)
-    check(reader, b.engine, "r", prompt)
-
-
-def test_a_destination_evicts_cached_prompts_for_what_comes_and_never_what_has_come(places, reader):
-    a, b = places
-    for each in range(63):
-        with b.pool.insert(prompt_of(1000 + each, BLOCK), b.pool.alloc(1)):
-            pass
-    assert b.pool.stats().hbm.free == 0
-    prompt = prompt_of(8, 40)
-    a.engine.begin("r", prompt, LENGTH)
-    a.migrations.migrate("r", "b").wait()
-    with pytest.raises(kvpool.OutOfBlocks):
-        b.pool.alloc(60)
-    check(reader, b.engine, "r", prompt)
-
-
 def test_an_engine_that_does_not_admit_it_refuses(places, reader):
     a, b = places
     b.engine.admits = False
@@ -221,105 +113,6 @@ def test_an_engine_that_does_not_admit_it_refuses(places, reader):
     with pytest.raises(kvpool.StateError, match="does not admit"):
         a.migrations.migrate("r", "b").wait()
     check(reader, a.engine, "r", prompt)
-
-
-@pytest.mark.parametrize("phase", ["admit", "prefill", "progress", "stop"])
-def test_a_cancelled_request_stays_where_it_is(places, reader, phase):
-    a, b = places
-    prompt = prompt_of(10)
-    a.engine.begin("r", prompt, LENGTH)
-    calls, reached, go = [], threading.Event(), threading.Event()
-
-    def hook(*_):
-        calls.append(phase)
-        if len(calls) > (phase == "progress"):  # `migrate` asks first
-            reached.set()
-            go.wait(20)
-
-    (a if phase in ("progress", "stop") else b).engine.before[phase] = hook
-    moving = a.migrations.migrate("r", "b", by="tokens")
-    assert reached.wait(20)
-    assert moving.cancel()
-    go.set()
-    with pytest.raises(kvpool.Cancelled):
-        moving.wait()
-    assert moving.state == "here"
-    assert not moving.cancel()
-    check(reader, a.engine, "r", prompt)
-    eventually(lambda: not b.migrations.arriving())
-    for each in places:
-        each.check_empty()
-
-
-def test_a_request_that_was_handed_over_comes_back_if_it_is_not_decoded_there(places, reader):
-    a, b = places
-    prompt = prompt_of(11)
-    a.engine.begin("r", prompt, LENGTH)
-    reached, go = threading.Event(), threading.Event()
-
-    def fetched_slowly(*_):
-        reached.set()
-        go.wait(20)
-        raise RuntimeError("no room in the batch")
-
-    b.engine.before["adopt"] = fetched_slowly
-    moving = a.migrations.migrate("r", "b")
-    assert reached.wait(20)
-    eventually(lambda: moving.state == "handed over")
-    moving.cancel()
-    assert not moving.done()
-    assert "r" in a.engine.requests
-    assert not a.engine.step("r")
-    go.set()
-    with pytest.raises(kvpool.Cancelled):
-        moving.wait()
-    assert moving.state == "here"
-    assert a.engine.requests["r"].term.number == 2
-    check(reader, a.engine, "r", prompt)
-    eventually(lambda: not b.migrations.arriving())
-    for each in places:
-        each.check_empty()
-
-
-def test_a_cancel_that_is_too_late_says_who_has_the_request(places, reader):
-    a, b = places
-    prompt = prompt_of(12)
-    a.engine.begin("r", prompt, LENGTH)
-    moving = None
-    b.engine.before["adopted"] = lambda _: moving.cancel()
-    go = threading.Event()
-    b.engine.before["admit"] = lambda _: go.wait(20)
-    moving = a.migrations.migrate("r", "b")
-    go.set()
-    assert moving.wait().tokens == len(prompt)
-    assert moving.state == "there"
-    check(reader, b.engine, "r", prompt)
-
-
-def test_a_request_that_ends_meanwhile_ends_its_migration(places):
-    a, b = places
-    prompt = prompt_of(13)
-    a.engine.begin("r", prompt, len(prompt))
-    b.engine.before["admit"] = lambda _: a.engine.finish("r")
-    with pytest.raises(kvpool.StateError, match="has ended here"):
-        a.migrations.migrate("r", "b").wait()
-    eventually(lambda: not b.migrations.arriving())
-    for each in places:
-        each.check_empty()
-
-
-def test_a_destination_whose_pool_is_closed_leaves_the_request_at_its_source(places, reader):
-    a, b = places
-    prompt = prompt_of(14)
-    a.engine.begin("r", prompt, LENGTH)
-    b.engine.before["adopt"] = lambda _: b.pool.close()
-    moving = a.migrations.migrate("r", "b")
-    with pytest.raises(kvpool.PeerLost):
-        moving.wait()
-    assert moving.state == "here"
-    del b.engine.requests["r"]
-    check(reader, a.engine, "r", prompt)
-    a.check_empty()
 
 
 def test_a_request_that_cannot_go_is_refused_at_once(places):
@@ -406,50 +199,6 @@ def test_items_that_are_no_messages_reach_the_application(reader):
     finally:
         for each in places:
             each.close()
-
-
-def test_messages_of_another_incarnation_are_not_heard(places):
-    a, b = places
-    says = policy.SourceSays((a.pool._incarnation() ^ 1, b.pool._incarnation(), 1), 1, "offered", "r")
-    admitted = []
-    b.engine.before["admit"] = admitted.append
-    a.migrations._mailbox.begin("b", policy.encode(says), 5).wait()
-    a.engine.begin("s", prompt_of(20), LENGTH)
-    a.migrations.migrate("s", "b").wait()
-    assert admitted == ["s"]
-    b.engine.finish("s")
-
-
-def test_a_pool_without_peers_migrates_nothing():
-    with kvpool.Pool(kvpool.RawLayout(64, 4), hbm_blocks=2) as pool, pytest.raises(kvpool.StateError, match="no peers"):
-        migration.Migrations(pool, None)
-
-
-def test_a_pool_has_one_in_its_life(places):
-    a, _ = places
-    for _ in range(2):
-        with pytest.raises(kvpool.StateError, match="one in its life"):
-            migration.Migrations(a.pool, a.engine)
-        a.migrations.close()
-
-
-def test_a_cancelled_hand_over_to_a_destination_that_stays_silent_ends_in_time(places, reader):
-    """And the request in doubt: neither decoded nor freed here, and the handle says so."""
-    a, b = places
-    prompt = prompt_of(24)
-    a.engine.begin("r", prompt, LENGTH)
-    reached, go = threading.Event(), threading.Event()
-    b.engine.before["adopt"] = lambda _: (reached.set(), go.wait(20))
-    moving = a.migrations.migrate("r", "b", timeout=2)
-    assert reached.wait(20)
-    moving.cancel()
-    with pytest.raises(kvpool.DeadlineExceeded):
-        moving.wait(10)
-    assert moving.state == "handed over"
-    assert not a.engine.step("r")
-    go.set()
-    eventually(lambda: moving.state == "there")
-    check(reader, b.engine, "r", prompt)
 
 
 def test_totals_count_what_became_of_migrations(places):
