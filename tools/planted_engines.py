@@ -10,7 +10,7 @@ __all__ = ["ENGINES_BUGS"]
 
 _APART: Final = ("python/engines/test_vllm_apart.py", "python/engines/test_vllm_planner.py")
 _PLANNER: Final = ("python/engines/test_vllm_planner.py",)
-_MEMBERS: Final = ("python/engines/test_vllm_members.py",)
+_MEMBERS: Final = ("python/engines/test_vllm_members.py", "python/engines/test_vllm_expected.py")
 
 ENGINES_BUGS: Final = (
     Bug(

@@ -19,6 +19,8 @@ BLOCKS = 400  # three prompts: after the first ones vLLM uses blocks again, and 
 class Engine:
     """Commands are methods; what they return is the answer."""
 
+    left_ms = 0.0
+
     def start(
         self, model: str, connector: bool, max_len: int, role: str = "kv_both", options: dict[str, Any] | None = None
     ) -> dict[str, Any]:
@@ -72,21 +74,32 @@ class Engine:
         connector._options = dataclasses.replace(connector._options, by_layer=by_layer)
         return {}
 
-    def time_sends(self) -> dict[str, Any]:
-        """From now on each step waits for what it sends, so that `left` can tell how long that took."""
+    def time_sends(self, while_saving: bool) -> dict[str, Any]:
+        """From now on each step waits for what it sends, before it saves or beside that; `left` tells how long."""
         from kvpool.engines.vllm.connector import KvpoolConnector
+        from kvpool.engines.vllm.member_pool import MemberPool
 
-        wait_for_save, self.left_ms = KvpoolConnector.wait_for_save, 0.0
+        self._untimed = untimed = getattr(self, "_untimed", (KvpoolConnector.wait_for_save, MemberPool.send))
 
-        def timed(connector: Any) -> None:
-            began = time.perf_counter()
-            wait_for_save(connector)
-            if connector._step().sends:
-                for send in list(connector._engine._sends._sends):
-                    send.transfer.wait()
+        def wait_for_save(connector: Any) -> None:
+            began = self._began = time.perf_counter()
+            untimed[0](connector)
+            if while_saving and connector._step().sends:
+                await_sends(connector._engine)
                 self.left_ms = (time.perf_counter() - began) * 1e3
 
-        setattr(KvpoolConnector, "wait_for_save", timed)  # noqa: B010  # typed otherwise
+        def send(engine: Any, plan: Any) -> None:
+            untimed[1](engine, plan)
+            if not while_saving:
+                await_sends(engine)
+                self.left_ms = (time.perf_counter() - self._began) * 1e3
+
+        def await_sends(engine: Any) -> None:
+            for each in list(engine._sends._sends):
+                each.transfer.wait()
+
+        setattr(KvpoolConnector, "wait_for_save", wait_for_save)  # noqa: B010  # typed otherwise
+        setattr(MemberPool, "send", send)  # noqa: B010
         return {}
 
     def left(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 
 import pytest
@@ -21,15 +22,15 @@ def url():
     kvpool.Cluster.forget(name)
 
 
-def started(folder, url, name, role):
+def started(folder, url, name, role, **how):
     extra = {"dram_gib": 0.05, "cluster": url, "name": name, "transfer_timeout_s": 30}
-    return serving(folder, extra=extra, role=role, **HOW)
+    return serving(folder, extra=extra, role=role, **HOW, **how)
 
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory, url):
     folders = [tmp_path_factory.mktemp(name) for name in ("prefill", "decode")]
-    with started(folders[0], url, "prefill-0", "kv_producer") as prefill:
+    with started(folders[0], url, "prefill-0", "kv_producer", own_process=True) as prefill:  # as in vllm serve
         with started(folders[1], url, "decode-0", "kv_both") as decode:
             prefill.inside("layers_sent_early")
             yield prefill, decode
@@ -177,7 +178,7 @@ def test_when_the_sender_is_killed_during_a_send_the_prompt_is_computed(engines)
     assert decode("reset", connector=True)["ok"]
     prefill.inside("stall_sends")
     told = sent(prefill, prompt(200, seed=11))
-    prefill.process.kill()
+    os.killpg(prefill.process.pid, signal.SIGKILL)
     began = time.monotonic()
     answer = decode.ask(prompt(200, seed=11), params=told)
     assert time.monotonic() - began < 25  # not the deadline

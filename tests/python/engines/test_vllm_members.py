@@ -3,23 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from attach_kit import eventually, url  # noqa: F401  a fixture
+from attach_kit import eventually
 from engines.vllm_kit import Engine, Request, prompt
-from engines.vllm_members_kit import MemberEngine, engines
+from engines.vllm_members_kit import TO, connect, engines
 
 import kvpool
-
-TO = {"kvpool": {"to": "decode-0"}}
-
-
-@pytest.fixture(params=[False, True], ids=["whole", "by layer"])
-def pair(request, url):  # noqa: F811
-    with engines(url, "prefill-0", "decode-0", by_layer=request.param) as made:
-        yield made
-
-
-def connect(prefill: MemberEngine, peer: str = "decode-0") -> None:
-    prefill.pool._meet(peer, 20)
 
 
 def test_a_prompt_that_was_computed_elsewhere_is_loaded(pair):
@@ -139,7 +127,7 @@ def test_a_step_knows_what_the_one_before_it_will_send(pair):
     assert prefill.planner.plan({"c": 10}, lambda _: other.blocks).written == set(other.blocks)
 
 
-def test_what_is_on_its_way_is_not_sent_with_every_chunk(url):  # noqa: F811
+def test_what_is_on_its_way_is_not_sent_with_every_chunk(url):
     """Only with the last one, which must say that the prompt is complete."""
     with engines(url, "prefill-0", "decode-0") as (prefill, decode):
         connect(prefill)
@@ -157,140 +145,6 @@ def test_what_is_on_its_way_is_not_sent_with_every_chunk(url):  # noqa: F811
         told = prefill.finish(request)
         prefill.engine.await_saves_of(None)
         assert decode.decode(Request("b", prompt(22), kv_transfer_params=told)) == 20
-
-
-# ---- waits
-
-
-def expect(decode: MemberEngine, tokens: list[int], peer: str = "prefill-0", number: str = "1", size: int = 12):
-    said = {"kvpool": {"from": peer, "id": number, "tokens": size}}
-    return decode.start(Request("b", tokens, kv_transfer_params=said))
-
-
-def test_a_request_waits_until_the_deadline_and_computes(pair):
-    _, decode = pair
-    request = expect(decode, prompt(14))
-    for _ in range(3):
-        assert decode.planner.match(request, 0) == (None, False)
-        decode.step({})
-    other = Request("c", prompt(30, seed=1))
-    assert decode.prefill(other) is None  # others go on meanwhile
-    decode.clock.now += 19.9
-    assert decode.planner.match(request, 0) == (None, False)
-    decode.clock.now += 0.2
-    assert decode.planner.match(request, 0) == (0, False)
-    assert decode.admit(request)
-    decode.step({"b": 14})
-    decode.check(request)
-    assert decode.figures()["expired_waits"] == 1
-
-
-def test_nobody_waits_for_an_engine_that_is_gone(pair):
-    prefill, decode = pair
-    request = expect(decode, prompt(14))
-    assert decode.planner.match(request, 0) == (None, False)
-    prefill.close()
-    eventually(lambda: not decode.engine.is_member("prefill-0"))
-    assert decode.planner.match(request, 0) == (0, False)
-    assert decode.planner.match(expect(decode, prompt(14), peer="nobody"), 0) == (0, False)
-
-
-def test_a_request_does_not_wait_for_what_is_cached(pair):
-    _, decode = pair
-    decode.prefill(Request("a", prompt(14)))
-    decode.engine.await_saves_of(None)
-    assert decode.decode(Request("x", prompt(14))) == 12
-    request = expect(decode, prompt(14))
-    assert decode.planner.match(request, 0)[0] == 12
-    decode.finish(request)
-    request = expect(decode, prompt(12), size=12)  # whose last block it cannot load
-    assert decode.planner.match(request, 0)[0] == 8
-
-
-def test_a_beginning_is_no_reason_to_go(pair):
-    """Half of the prompt is cached: the request waits for the rest, and loads it."""
-    prefill, decode = pair
-    decode.prefill(Request("a", prompt(9)))
-    decode.engine.await_saves_of(None)
-    request = expect(decode, prompt(18), size=16)
-    assert decode.planner.match(request, 0) == (None, False)
-    decode.finish(request)
-    told = prefill.prefill(Request("b", prompt(18), kv_transfer_params=TO))
-    assert decode.decode(Request("c", prompt(18), kv_transfer_params=told)) == 16
-    prefill.quiet()
-    assert prefill.figures()["sent_tokens"] == 8
-
-
-def test_what_arrives_during_the_look_up_is_loaded(pair):
-    prefill, decode = pair
-    connect(prefill)
-    request = prefill.start(Request("a", prompt(14), kv_transfer_params=TO))
-    assert prefill.admit(request)
-    prefill.step({})
-    told = {"kvpool": {"from": "prefill-0", "id": prefill.planner._outgoing._prompts["a"].id, "tokens": 12}}
-    waiting = decode.start(Request("b", prompt(14), kv_transfer_params=told))
-    look_up = decode.engine.pin
-
-    def pin(*arguments):
-        found = look_up(*arguments)
-        prefill.step({"a": 14})
-        eventually(lambda: decode.engine.arrived(told["kvpool"]["id"]))
-        decode.engine.pin = look_up
-        return found
-
-    decode.engine.pin = pin
-    assert decode.planner.match(waiting, 0) == (None, False)
-    assert decode.planner.match(waiting, 0)[0] == 12
-
-
-def test_what_has_arrived_stays_until_its_request_comes(pair):
-    """Others need the room meanwhile."""
-    prefill, decode = pair
-    told = prefill.prefill(Request("a", prompt(40), kv_transfer_params=TO))
-    eventually(lambda: decode.engine.arrived(told["kvpool"]["id"]))
-    assert decode.pool.evict(64, kvpool.DRAM) == 0
-    assert decode.decode(Request("b", prompt(40), kv_transfer_params=told)) == 36
-    decode.engine.await_saves_of(None)
-    assert decode.pool.evict(64, kvpool.DRAM) == 10
-
-
-def test_what_arrives_for_nobody_goes_after_a_time(pair):
-    prefill, decode = pair
-    told = prefill.prefill(Request("a", prompt(40), kv_transfer_params=TO))
-    eventually(lambda: decode.engine.arrived(told["kvpool"]["id"]))
-    decode.clock.now += 41
-    assert not decode.engine.arrived(told["kvpool"]["id"])
-    assert decode.pool.evict(64, kvpool.DRAM) == 10
-
-
-def test_what_arrives_for_nobody_holds_at_most_half_of_the_cache(pair):
-    prefill, decode = pair
-    for seed in range(9):  # more than there is room for
-        told = prefill.prefill(Request("a", prompt(40, seed), kv_transfer_params=TO))
-        eventually(lambda told=told: decode.engine.arrived(told["kvpool"]["id"]))
-    decode.pool.evict(64, kvpool.DRAM)
-    assert decode.pool.stats().dram.historical == 30
-
-
-def test_what_has_arrived_and_was_dropped_is_computed(pair):
-    """A prompt under the id of another, or a reset: nobody waits in vain."""
-    prefill, decode = pair
-    told = prefill.prefill(Request("a", prompt(14), kv_transfer_params=TO))
-    eventually(lambda: decode.engine.arrived(told["kvpool"]["id"]))
-    assert decode.decode(Request("b", prompt(14, seed=5), kv_transfer_params=told)) == 0
-    assert decode.planner.reset()
-    assert decode.pool.stats().dram.historical == 0
-
-
-def test_a_load_of_what_arrived_may_fail(pair):
-    prefill, decode = pair
-    told = prefill.prefill(Request("a", prompt(14), kv_transfer_params=TO))
-    request = decode.start(Request("b", prompt(14), kv_transfer_params=told))
-    eventually(lambda: decode.planner.match(request, 0)[0] == 12)
-    decode.engine.suspects.clear()
-    assert decode.admit(request)
-    decode.planner.failed(set(request.blocks[:3]))
-    assert decode.planner.match(request, 0) == (0, False)
 
 
 # ---- failures of sends
@@ -313,6 +167,25 @@ def test_a_member_that_is_not_there_costs_nothing(pair, to):
     assert prefill.figures()["failed_sends"] == 1
 
 
+def test_nothing_is_announced_to_a_member_that_could_not_be_reached(pair):
+    """Until it can be: each prompt tries again."""
+    prefill, decode = pair
+    prefill.pool.unreachable = True
+    prefill.prefill(Request("a", prompt(14), kv_transfer_params=TO))
+    eventually(lambda: not prefill.engine.sending)
+    prefill.pool.close_gate()
+    assert prefill.prefill(Request("b", prompt(14), kv_transfer_params=TO)) is None
+    prefill.pool.unreachable = False
+    prefill.pool.open_gate()
+    eventually(lambda: not prefill.engine.sending)
+    told = prefill.prefill(Request("c", prompt(14), kv_transfer_params=TO))
+    assert decode.decode(Request("d", prompt(14), kv_transfer_params=told)) == 12
+    assert prefill.figures()["failed_sends"] == 1
+    prefill.pool.peers.disconnect("decode-0")
+    prefill.pool.close_gate()
+    assert prefill.prefill(Request("e", prompt(14), kv_transfer_params=TO)) is not None
+
+
 def test_prefill_goes_on_when_the_receiver_is_gone(pair):
     prefill, decode = pair
     connect(prefill)
@@ -323,14 +196,33 @@ def test_prefill_goes_on_when_the_receiver_is_gone(pair):
     assert prefill.figures()["failed_sends"] == 3
 
 
-def test_a_receiver_without_room_computes(url):  # noqa: F811
-    with engines(url, "prefill-0", "decode-0", dram_blocks=4) as (prefill, decode):
+def test_a_receiver_without_room_computes_at_once(url):
+    with engines(url, "prefill-0", "decode-0", dram_blocks=9) as (prefill, decode):
+        prefill.pool.close_gate()  # it fails after the answer
         told = prefill.prefill(Request("a", prompt(40), kv_transfer_params=TO))
-        eventually(lambda: not prefill.engine.saving)
-        assert prefill.figures()["failed_sends"] == 1
         request = decode.start(Request("b", prompt(40), kv_transfer_params=told))
+        assert decode.planner.match(request, 0) == (None, False)
+        prefill.pool.open_gate()
+        eventually(lambda: not prefill.engine.sending)
+        assert prefill.figures()["failed_sends"] == 1
+        eventually(lambda: decode.planner.match(request, 0) == (0, False))
+        assert decode.figures()["expired_waits"] == 1
+        eventually(lambda: decode.pool.stats().dram.active == 0)  # what carried the word is free
+
+
+def test_a_receiver_that_is_full_computes_at_the_deadline(url):
+    """Not even a word of the failure has room."""
+    with engines(url, "prefill-0", "decode-0", dram_blocks=4) as (prefill, decode):
+        held = decode.pool.alloc(4, medium=kvpool.DRAM)
+        prefill.pool.close_gate()
+        told = prefill.prefill(Request("a", prompt(40), kv_transfer_params=TO))
+        prefill.pool.open_gate()
+        eventually(lambda: not prefill.engine.sending)
+        request = decode.start(Request("b", prompt(40), kv_transfer_params=told))
+        assert decode.planner.match(request, 0) == (None, False)
         decode.clock.now += 30
         assert decode.planner.match(request, 0) == (0, False)
+        decode.pool.free(held)
 
 
 def test_what_was_computed_from_a_failed_load_is_not_sent(pair):
@@ -351,7 +243,7 @@ def test_what_was_computed_from_a_failed_load_is_not_sent(pair):
     assert decode.decode(Request("b", prompt(20), kv_transfer_params=told)) == 16
 
 
-def test_a_step_whose_model_fails_leaves_nothing_open(url):  # noqa: F811
+def test_a_step_whose_model_fails_leaves_nothing_open(url):
     with engines(url, "prefill-0", "decode-0", by_layer=True) as (prefill, decode):
         connect(prefill)
         request = prefill.start(Request("a", prompt(20), kv_transfer_params=TO))
@@ -377,7 +269,7 @@ def test_an_engine_alone_ignores_what_is_said_of_others(caplog):
     engine.close()
 
 
-def test_a_layer_that_cannot_be_sent_ends_the_send(url):  # noqa: F811
+def test_a_layer_that_cannot_be_sent_ends_the_send(url):
     """The receiver is lost between two layers."""
     with engines(url, "prefill-0", "decode-0", by_layer=True) as (prefill, decode):
         connect(prefill)

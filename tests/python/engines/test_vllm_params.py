@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.engines.vllm.params import Announced, Params, letter, number_in, read
+from kvpool.engines.vllm.params import Announced, Params, letter, read, read_letter
 
 RIGHT = {"from": "prefill-0", "id": "ab12", "tokens": 64}
 
@@ -34,6 +34,7 @@ def test_what_is_wrong_is_ignored_with_a_warning(fields, caplog):
 
 
 def test_a_letter_carries_the_id():
-    assert number_in(letter("ab12")) == "ab12"
+    assert read_letter(letter("ab12")) == ("ab12", True)
+    assert read_letter(letter("ab12", complete=False)) == ("ab12", False)
     for other in (b"", b"ab12", b"kvpool-prompt \xff", letter("x" * 65)):
-        assert number_in(other) == ""
+        assert read_letter(other) == ("", False)

@@ -20,6 +20,7 @@ from kvpool.engines.vllm.planner import Planner
 from kvpool.engines.vllm.plans import StepPlan
 
 WAIT_S = 20.0
+TO = {"kvpool": {"to": "decode-0"}}
 
 
 class Clock:
@@ -40,6 +41,7 @@ class Gate:
         self.sends: list[dict[str, Any]] = []
         self.errors: list[kvpool.Error] = []  # of the next sends
         self.delayed = False
+        self.unreachable = False
         self._open = threading.Event()
         self._open.set()
 
@@ -54,6 +56,8 @@ class Gate:
 
     def _meet(self, name, timeout):
         assert self._open.wait(WAIT_S)
+        if self.unreachable:
+            raise kvpool.PeerLost("the test says so")
         self._pool._meet(name, timeout)
 
     def transfer_with_insert(self, peer, tokens, addrs, **how):
@@ -206,3 +210,7 @@ def engines(url: str, *names: str, **how: Any) -> Iterator[list[MemberEngine]]:
             assert time.monotonic() < until
             time.sleep(0.001)
         yield made
+
+
+def connect(prefill: MemberEngine, peer: str = "decode-0") -> None:
+    prefill.pool._meet(peer, WAIT_S)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvpool import _core
-from kvpool.engines.vllm.params import number_in
+from kvpool.engines.vllm.params import read_letter
 from kvpool.pool import Pool
 
 __all__ = ["Arrivals"]
@@ -16,9 +16,10 @@ __all__ = ["Arrivals"]
 
 @dataclass
 class _Arrival:
-    item: _core.Received | None  # None: let go
+    item: _core.Received | None  # None: let go, or it failed
     blocks: int
     until: float
+    complete: bool
 
 
 class Arrivals:
@@ -49,7 +50,12 @@ class Arrivals:
         """Whether the prompt of this id has arrived, lately enough to be remembered."""
         with self._lock:
             self._end_pins()
-            return number in self._arrivals
+            return number in self._arrivals and self._arrivals[number].complete
+
+    def failed(self, number: str) -> bool:
+        """Whether its sender has said, lately, that the prompt of this id does not come."""
+        with self._lock:
+            return number in self._arrivals and not self._arrivals[number].complete
 
     def let_go(self, number: str) -> None:
         """Its request needs no pin any more."""
@@ -73,13 +79,20 @@ class Arrivals:
     # ----
 
     def _enter(self, item: _core.Received) -> None:
-        number = number_in(item.private)
+        number, complete = read_letter(item.private)
+        complete = complete and item.inserted
+        if not complete:
+            item.close()
         with self._lock:
-            if not number or not item.inserted or number in self._arrivals:
+            if not number or number in self._arrivals:
                 item.close()
                 return
-            self._pinned += len(item.addrs)
-            self._arrivals[number] = _Arrival(item, len(item.addrs), self._clock() + self._keep_s)
+            until = self._clock() + self._keep_s
+            if complete:
+                self._pinned += len(item.addrs)
+                self._arrivals[number] = _Arrival(item, len(item.addrs), until, True)
+            else:
+                self._arrivals[number] = _Arrival(None, 0, until, False)
             self._end_pins()
 
     def _end_pins(self) -> None:

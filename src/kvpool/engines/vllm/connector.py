@@ -178,6 +178,10 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """As request_finished."""
         return self.request_finished(request, block_ids[0] if block_ids else [])
 
+    def has_pending_push_work(self) -> bool:
+        """Whether prompts are being sent: vLLM goes on with steps until that has ended, and a failure is told."""
+        return isinstance(self._engine, MemberPool) and self._engine.sending
+
     def reset_cache(self) -> bool:
         """Drops all that is cached. False if something is still in use."""
         return self._planner.reset()

@@ -26,6 +26,9 @@ class Source(Protocol):
     def arrived(self, number: str) -> bool:
         """Whether the prompt of this id has arrived."""
 
+    def failed(self, number: str) -> bool:
+        """Whether its sender has said that the prompt of this id does not come."""
+
     def let_go(self, number: str) -> None:
         """Its request needs it no more."""
 
@@ -43,8 +46,8 @@ class _Wait:
 class Expected:
     """Which requests wait. Not thread-safe.
 
-    No request waits for ever: only until its prompt has come, or the engine that sends it is gone, or the deadline has
-    passed. Then it loads what is cached, and computes the rest.
+    No request waits for ever: only until its prompt has come, or the engine that sends it is gone or says that it
+    could not, or the deadline has passed. Then it loads what is cached, and computes the rest.
     """
 
     def __init__(self, source: Source, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -87,6 +90,8 @@ class Expected:
         if cached >= min(wanted, announced.tokens):
             self._end(wait)
             return False
+        if self._source.failed(announced.id):
+            return self._give_up(request_id, wait, "could not send it")
         if self._clock() - wait.began >= self._timeout_s:
             return self._give_up(request_id, wait, "has not sent it in time")
         if not self._source.is_member(announced.peer):

@@ -33,10 +33,16 @@ class Links:
         self._lock = threading.Lock()
         self._calls: dict[str, list[_Then]] = {}  # by member: what follows the call
         self._threads: dict[str, threading.Thread] = {}
+        self._refused: set[str] = set()  # the last call to these has failed
 
     def connected(self, member: str) -> bool:
         """Whether a verb that names the member need not connect first."""
         return any(peer.name == member for peer in self._pool.peers.list())
+
+    def refused(self, member: str) -> bool:
+        """Whether the last call to the member has failed."""
+        with self._lock:
+            return member in self._refused
 
     def connect(self, member: str, then: _Then | None = None) -> None:
         """Connects to a member. Does not wait.
@@ -69,6 +75,7 @@ class Links:
         except Error as refused:
             error = refused
         with self._lock:
+            (self._refused.discard if error is None else self._refused.add)(member)
             following = self._calls.pop(member)
             if self._threads.get(member) is threading.current_thread():
                 del self._threads[member]

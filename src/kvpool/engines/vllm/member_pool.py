@@ -54,7 +54,12 @@ class MemberPool(EnginePool):
     @property
     def saving(self) -> bool:
         """Whether a save or a send is under way."""
-        return super().saving or self._sends.busy
+        return super().saving or self.sending
+
+    @property
+    def sending(self) -> bool:
+        """Whether a send is under way, or waits for a connection."""
+        return self._sends.busy
 
     def is_member(self, name: str) -> bool:
         """Whether an engine of this name is in the cluster."""
@@ -63,6 +68,10 @@ class MemberPool(EnginePool):
     def arrived(self, number: str) -> bool:
         """Whether another engine has sent the prompt of this id."""
         return self._arrivals.came(number)
+
+    def failed(self, number: str) -> bool:
+        """Whether another engine has said that the prompt of this id does not come."""
+        return self._arrivals.failed(number)
 
     def let_go(self, number: str) -> None:
         """The request of this prompt needs it no more."""

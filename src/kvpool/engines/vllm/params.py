@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-__all__ = ["KEY", "Announced", "Params", "letter", "number_in", "read"]
+__all__ = ["KEY", "Announced", "Params", "letter", "read", "read_letter"]
 
 _log = logging.getLogger("kvpool.engines.vllm")
 
 KEY: Final = "kvpool"
-_LETTER: Final = b"kvpool-prompt "
+_COMPLETE: Final = b"kvpool-prompt "
+_FAILED: Final = b"kvpool-failed "
 _NAME_MAX: Final = 255  # characters, as of a member
 _ID_MAX: Final = 64
 _TOKENS_MAX: Final = 1 << 31
@@ -72,17 +73,18 @@ def read(given: object) -> Params:
     return Params(to, Announced(peer, str(number), tokens))
 
 
-def letter(number: str) -> bytes:
-    """What goes with the last blocks of a prompt."""
-    return _LETTER + number.encode()
+def letter(number: str, complete: bool = True) -> bytes:
+    """What goes with the last blocks of a prompt; or, if not `complete`, what says that they do not come."""
+    return (_COMPLETE if complete else _FAILED) + number.encode()
 
 
-def number_in(private: bytes) -> str:
-    """The id in a letter, or "" if these bytes are something else."""
-    number = private.removeprefix(_LETTER)
-    if len(number) == len(private) or len(number) > _ID_MAX or not number.isascii():
-        return ""
-    return number.decode()
+def read_letter(private: bytes) -> tuple[str, bool]:
+    """The id in a letter, and whether its prompt is complete. The id is "" if these bytes are something else."""
+    for begin in (_COMPLETE, _FAILED):
+        number = private[len(begin) :]
+        if private.startswith(begin) and len(number) <= _ID_MAX and number.isascii():
+            return number.decode(), begin is _COMPLETE
+    return "", False
 
 
 def _is_text(value: object, longest: int) -> bool:

@@ -178,9 +178,12 @@ class Sends:
         self._reap()
 
     def failed(self, number: str) -> bool:
-        """Whether a send of this id has failed, so far."""
+        """Whether a send of this id has failed, so far; or waits for a member that could not be reached before."""
         self._reap()
-        return number in self._failed
+        return number in self._failed or any(
+            send.plan.id == number and send.transfer is None and self._links.refused(send.plan.peer)
+            for send in self._sends
+        )
 
     def forget(self, number: str) -> None:
         """Nobody will ask about this id."""
@@ -303,3 +306,19 @@ class Sends:
             _log.warning("a prompt of %d tokens was not sent to %s: %s", len(plan.tokens), plan.peer, send.error)
         if plan.last:
             self._failed.add(plan.id)
+            self._tell_failure(plan)
+
+    def _tell_failure(self, plan: SendPlan) -> None:
+        """Tells the receiver that the prompt does not come: its request may wait already.
+
+        A peer gets no message without a block. vLLM never uses its first one, and this is freed as soon as it arrives.
+        """
+        if not self._links.connected(plan.peer):
+            return
+        try:
+            self._pool.transfer(
+                plan.peer, self._addrs[:1], medium=DRAM, private=letter(plan.id, complete=False),
+                priority="decode", timeout=self._timeout_s,
+            )  # fmt: skip
+        except Error as error:
+            _log.debug("%s is not told of a failed send: %s", plan.peer, error)
