@@ -34,11 +34,16 @@ class Server:
         self.name = name
         self.errors = folder / f"server-{name}-{os.getpid()}-{id(self):x}.txt"
         self.url = f"http://127.0.0.1:{(port := free_port())}"
+        self.events = f"tcp://127.0.0.1:{free_port()}"
+        published = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": self.events}
+        if "cluster" in extra:
+            extra |= {"name": name, "url": self.url}
         transfer = {"kv_connector": "KvpoolConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
         command = [
             PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", folder / "model", "--served-model-name",
             MODEL, "--skip-tokenizer-init", "--port", port, "--max-model-len", 2048, "--enforce-eager",
             "--block-size", BLOCK, "--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(transfer),
+            "--kv-events-config", json.dumps(published),
         ]  # fmt: skip
         environment = environment_of(folder, own_process=True) | {"OMP_NUM_THREADS": "1"}
         with self.errors.open("w") as errors:

@@ -1,12 +1,19 @@
-"""`kvpool router` before two servers of vLLM on kvpool: where prompts go, and what a dead server costs."""
+"""`kvpool router` before two servers of vLLM on kvpool: where prompts go, in halves and whole, and what a dead server
+costs. The servers are members of a cluster, and publish vLLM's KV events.
+"""
 
 from __future__ import annotations
 
+import secrets
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import zmq
 from served import cached_of, complete, eventually, router, servers, tokens_of
 from vllm_process import needs_vllm, prompt
+
+import kvpool
+from kvpool.observe.events.wire import BlockStored, decode
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -15,9 +22,17 @@ QUESTIONS = [prompt(40, seed) for seed in range(100, 104)]
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
+def cluster():
+    url = f"local://vllm-{secrets.token_hex(6)}"
+    yield url
+    kvpool.Cluster.forget(url)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory, cluster):
     needs_vllm()
-    with servers(tmp_path_factory.mktemp("router"), a={"dram_gib": 0.5}, b={"dram_gib": 0.5}) as two:
+    how = {"dram_gib": 0.5, "cluster": cluster}
+    with servers(tmp_path_factory.mktemp("router"), a=dict(how), b=dict(how)) as two:
         yield two
 
 
@@ -36,6 +51,60 @@ def test_prompts_that_begin_alike_go_to_one_server_and_are_cached_there(pair):
         assert all(len(seen) == 1 for seen in homes.values())
         assert len(set().union(*homes.values())) == 2, "both work"
         assert all(server.metric("vllm:kvpool_saved_tokens_total") >= 640 for server in pair.values())
+
+
+def test_members_of_the_cluster_are_found(pair, cluster):
+    with router("--cluster", cluster, up=2) as client:
+        assert {each["name"] for each in client.get("/instances").json()["instances"]} == {"a", "b"}
+        assert complete(client, prompt(100, 90)).status_code == 200
+
+
+def test_a_request_in_halves_is_computed_at_one_server_and_answered_by_the_other(pair):
+    tokens = prompt(640, 50)
+    sent, loaded = pair["a"].metric("vllm:kvpool_sent_tokens_total"), pair["b"].metric("vllm:kvpool_loaded_tokens_total")
+    with router("--prefill", f"a={pair['a'].url}", "--decode", f"b={pair['b'].url}", up=2) as client:
+        answer = complete(client, tokens, 16)
+        assert (answer.headers["x-kvpool-prefill"], answer.headers["x-kvpool-instance"]) == ("a", "b")
+        assert cached_of(answer) == 608, "all whole blocks but the last one, of which a token must be computed"
+        assert len(tokens_of(answer)) == 16
+    assert pair["a"].metric("vllm:kvpool_sent_tokens_total") == sent + 640
+    assert pair["b"].metric("vllm:kvpool_loaded_tokens_total") == loaded + 608
+    with router("--instances", f"a={pair['a'].url}", up=1) as client:
+        assert tokens_of(complete(client, tokens, 16)) == tokens_of(answer)
+
+
+def test_what_kvpool_caches_is_published_under_vllms_hashes(pair):
+    stored: dict[str, dict] = {"GPU": {}, "CPU": {}}
+    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SUBSCRIBE, b"")
+        socket.connect(pair["a"].events)
+
+        def take() -> None:
+            while socket.poll(200):
+                for event in decode(socket.recv_multipart()[2]).events:
+                    if isinstance(event, BlockStored):
+                        stored[event.medium] |= dict.fromkeys(event.block_hashes, str(event.extra_keys))
+
+        with router("--instances", f"a={pair['a'].url}", up=1) as client:
+            number = iter(range(200, 300))
+
+            def heard() -> bool:  # a publisher sends nothing to those who come late
+                complete(client, prompt(64, next(number)))
+                take()
+                return bool(stored["GPU"])
+
+            eventually(heard, 60)
+            stored["GPU"].clear()
+            stored["CPU"].clear()
+            complete(client, prompt(320, 60))
+            complete(client, prompt(320, 60), cache_salt="tenant")
+            for _ in range(10):  # saves end beside later steps
+                complete(client, prompt(16, next(number)))
+                take()
+    assert len(stored["GPU"]) == 20
+    assert set(stored["CPU"]) == set(stored["GPU"])
+    assert sum("tenant" in each for each in stored["CPU"].values()) > 0
 
 
 def test_requests_of_a_server_that_dies_are_answered_by_the_other(pair):

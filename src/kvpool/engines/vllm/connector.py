@@ -8,6 +8,7 @@ each worker a pool with its part of every block.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,7 +43,8 @@ from kvpool.engines.vllm.metrics import KvpoolPromMetrics, KvpoolStats  # noqa: 
 from kvpool.engines.vllm.options import Options  # noqa: E402
 from kvpool.engines.vllm.outgoing import Outgoing  # noqa: E402
 from kvpool.engines.vllm.planner import Planner  # noqa: E402
-from kvpool.engines.vllm.plans import StepPlan, WorkerReport  # noqa: E402
+from kvpool.engines.vllm.plans import SavePlan, StepPlan, WorkerReport  # noqa: E402
+from kvpool.engines.vllm.reported_events import ReportedEvents, wanted  # noqa: E402
 from kvpool.engines.vllm.scheduler_index import SchedulerIndex  # noqa: E402
 from kvpool.engines.vllm.worker_pool import WorkerPool  # noqa: E402
 from kvpool.errors import StateError, Unsupported  # noqa: E402
@@ -107,6 +109,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._engine: EnginePool | None = None
         self._index: SchedulerIndex | None = None
         self._planned: Planner | None = None
+        self._events: ReportedEvents | None = None
         if role == KVConnectorRole.SCHEDULER:
             # vLLM reads this next. What a cache has lost can be computed; vLLM's default fails the request.
             transfer.kv_load_failure_policy = "recompute"
@@ -181,6 +184,10 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def has_pending_push_work(self) -> bool:
         """Whether prompts are being sent: vLLM goes on with steps until that has ended, and a failure is told."""
         return isinstance(self._engine, MemberPool) and self._engine.sending
+
+    def take_events(self) -> Iterable[Any]:
+        """Which blocks were cached and dropped since the last call, as events of the medium CPU."""
+        return [] if self._events is None else self._events.take()
 
     def reset_cache(self) -> bool:
         """Drops all that is cached. False if something is still in use."""
@@ -330,6 +337,8 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             expected = Expected(engine, self._options.transfer_timeout_s) if consumes else None
             outgoing = Outgoing(engine, engine.name, self._pages.block_tokens) if produces else None
             consumes = produces = True  # the role says what goes to others; each has its cache
+        if wanted(self._vllm_config):
+            self._events = ReportedEvents(self._vllm_config, engine.pool)
         return Planner(
             engine,
             self._pages.block_tokens,
@@ -338,7 +347,12 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             async_load=self._options.async_load,
             expected=expected,
             outgoing=outgoing,
+            on_save=None if self._events is None else self._will_save,
         )
+
+    def _will_save(self, request: Any, plan: SavePlan) -> None:
+        assert self._events is not None
+        self._events.saving(request, plan.namespace, plan)
 
     def _member(self, pool: Pool, stream: Any) -> MemberPool:
         """The engine's pool as a member of the cluster, which must be before it adopts blocks."""
@@ -346,7 +360,9 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert options.cluster
         try:
             role = ROLES[self._kv_transfer_config.kv_role]
-            membership = Membership(pool, options.cluster, role, options.listen, options.cluster_options)
+            membership = Membership(
+                pool, options.cluster, role, options.listen, options.url, options.cluster_options
+            )
         except BaseException:
             pool.close()
             raise

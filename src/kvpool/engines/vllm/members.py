@@ -23,7 +23,9 @@ class Membership:
         name: The pool's name in the cluster.
     """
 
-    def __init__(self, pool: Pool, url: str, role: Role, listen: str | list[str] | None, options: Any) -> None:
+    def __init__(
+        self, pool: Pool, url: str, role: Role, listen: str | list[str] | None, engine_url: str, options: Any
+    ) -> None:
         """Joins; waits as long as `Pool.attach` does.
 
         Args:
@@ -31,21 +33,23 @@ class Membership:
             url: Of the cluster.
             role: What others see.
             listen: As for `Pool.attach`.
+            engine_url: Where the engine answers HTTP.
             options: More for `Cluster.join`. The password of a user comes from KVPOOL_ETCD_PASSWORD.
 
         Raises:
             Whatever `Cluster.join` and `Pool.attach` raise; then the cluster is left.
         """
-        password = os.environ.get("KVPOOL_ETCD_PASSWORD") if options.get("user") else None
-        self._cluster = Cluster.join(url, password=password, **options)
+        if options.get("user"):
+            options = {"password": os.environ.get("KVPOOL_ETCD_PASSWORD"), **options}
+        self._cluster = Cluster.join(url, **options)
         self._lock = threading.Lock()
         self._names: dict[str, int] = {}  # of members, and which incarnation has it
         try:
-            attachment = pool.attach(self._cluster, name=pool.settings.name or None, role=role, listen=listen)
+            attachment = pool.attach(
+                self._cluster, name=pool.settings.name or None, role=role, listen=listen, url=engine_url
+            )
             self.name = attachment.name
-            for member in self._cluster.members():
-                self._names[member.name] = member.incarnation
-            self._cluster.on_change(self._changed)
+            self._cluster.on_change(self._changed)  # which tells of those that are there, too
         except BaseException:
             self._cluster.close()
             raise

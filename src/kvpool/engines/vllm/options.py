@@ -11,7 +11,7 @@ from kvpool.errors import ArgumentError, ArgumentTypeError
 __all__ = ["GIB", "Options"]
 
 GIB = 1 << 30
-_OF_MEMBERS = ("cluster_options", "listen", "by_layer", "transfer_timeout_s")
+_OF_MEMBERS = ("cluster_options", "listen", "url", "by_layer", "transfer_timeout_s")
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Options:
         cluster: The URL of a cluster: the engine becomes a member, sends prompts to others, and gets theirs.
         cluster_options: More for `Cluster.join`, such as ``lease`` or ``tls_ca``.
         listen: The addresses for other members, as for `Pool.attach`.
+        url: Where vLLM's server answers, for routers: "http://10.0.0.1:8000", without ``/v1``.
         by_layer: Send each layer of a prompt as soon as it is computed.
         transfer_timeout_s: Seconds that a send may take, and for which a request waits for its prompt.
     """
@@ -38,6 +39,7 @@ class Options:
     cluster: str | None = None
     cluster_options: Mapping[str, Any] = field(default_factory=dict)
     listen: str | list[str] | None = None
+    url: str = ""
     by_layer: bool = False
     transfer_timeout_s: float = 5.0
 
@@ -67,7 +69,7 @@ class Options:
         for name in ("async_load", "by_layer"):
             if not isinstance(getattr(options, name), bool):
                 raise ArgumentTypeError(f"kv_connector_extra_config: {name} must be true or false")
-        for name in ("name", "cluster"):
+        for name in ("name", "cluster", "url"):
             if not isinstance(getattr(options, name), str | None):
                 raise ArgumentTypeError(f"kv_connector_extra_config: {name} must be a text")
         if not isinstance(options.cluster_options, Mapping):

@@ -33,6 +33,7 @@ class Planner:
         async_load: Loads are carried out beside steps.
         expected: Requests wait here for the prompts of other engines. None: none does.
         outgoing: Prompts are sent from here to other engines. None: none is.
+        on_save: Called with a request of vLLM and each plan of a save.
     """
 
     def __init__(
@@ -45,9 +46,11 @@ class Planner:
         async_load: bool = False,
         expected: Expected | None = None,
         outgoing: Outgoing | None = None,
+        on_save: Callable[[Any, SavePlan], None] | None = None,
     ) -> None:
         self._engine = engine
         self._expected, self._outgoing = expected, outgoing
+        self._on_save = on_save
         self._block_tokens = block_tokens
         self._reads, self._writes = loads, saves
         self._async_load = async_load
@@ -226,7 +229,10 @@ class Planner:
             return None
         tracked.planned = full
         tokens = tracked.tokens.first(request, full * self._block_tokens)
-        return SavePlan(request.request_id, tracked.namespace, tokens, ids(blocks_of(request.request_id)[:full]))
+        save = SavePlan(request.request_id, tracked.namespace, tokens, ids(blocks_of(request.request_id)[:full]))
+        if self._on_save is not None:
+            self._on_save(request, save)
+        return save
 
     def _note_writes(self, step: StepPlan, tracked: Tracked, count: int, blocks: Sequence[int]) -> None:
         """The step writes from the first token that is not computed on."""
