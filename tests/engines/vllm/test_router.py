@@ -61,7 +61,10 @@ def test_members_of_the_cluster_are_found(pair, cluster):
 
 def test_a_request_in_halves_is_computed_at_one_server_and_answered_by_the_other(pair):
     tokens = prompt(640, 50)
-    sent, loaded = pair["a"].metric("vllm:kvpool_sent_tokens_total"), pair["b"].metric("vllm:kvpool_loaded_tokens_total")
+    sent, loaded = (
+        pair["a"].metric("vllm:kvpool_sent_tokens_total"),
+        pair["b"].metric("vllm:kvpool_loaded_tokens_total"),
+    )
     with router("--prefill", f"a={pair['a'].url}", "--decode", f"b={pair['b'].url}", up=2) as client:
         answer = complete(client, tokens, 16)
         assert (answer.headers["x-kvpool-prefill"], answer.headers["x-kvpool-instance"]) == ("a", "b")

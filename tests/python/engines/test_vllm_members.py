@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from attach_kit import eventually
 from engines.vllm_kit import Engine, Request, prompt
@@ -267,6 +269,22 @@ def test_an_engine_alone_ignores_what_is_said_of_others(caplog):
         caplog.clear()
     engine.pool.finish_all()
     engine.close()
+
+
+def test_a_step_may_take_longer_than_a_send(url):
+    with engines(url, "prefill-0", "decode-0", by_layer=True, timeout_s=0.05) as (prefill, decode):
+        connect(prefill)
+        request = prefill.start(Request("a", prompt(14), kv_transfer_params=TO))
+        assert prefill.admit(request)
+        step = prefill.planner.plan({"a": 14}, lambda _: request.blocks)
+        prefill.engine.begin_step()
+        for layer in range(2):
+            prefill._compute_layer(request, 14, layer)
+            prefill.engine.layer_computed(layer, step.sends)
+            time.sleep(0.1)  # the model computes
+        prefill.engine.send(step.sends[0])
+        prefill.quiet()
+        assert decode.pool.explain_match(prompt(14)).matched_tokens == 12
 
 
 def test_a_layer_that_cannot_be_sent_ends_the_send(url):

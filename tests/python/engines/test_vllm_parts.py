@@ -46,6 +46,14 @@ def test_options_have_defaults_and_a_size():
         ({"dram_blocks": True}, kvpool.ArgumentTypeError, "bool"),
         ({"async_load": 1}, kvpool.ArgumentTypeError, "async_load"),
         ({"name": 3}, kvpool.ArgumentTypeError, "name"),
+        ({"cluster": 3}, kvpool.ArgumentTypeError, "cluster must be a text"),
+        ({"by_layer": True}, kvpool.ArgumentError, "by_layer is for a member of a cluster"),
+        ({"cluster": "", "listen": "tcp:127.0.0.1:0"}, kvpool.ArgumentError, "listen is for a member"),
+        ({"cluster": "local://a", "by_layer": "yes"}, kvpool.ArgumentTypeError, "by_layer must be true or false"),
+        ({"cluster": "local://a", "transfer_timeout_s": 0}, kvpool.ArgumentError, "transfer_timeout_s is 0"),
+        ({"cluster": "local://a", "transfer_timeout_s": "5"}, kvpool.ArgumentTypeError, "transfer_timeout_s"),
+        ({"cluster": "local://a", "cluster_options": []}, kvpool.ArgumentTypeError, "cluster_options"),
+        ({"cluster": "local://a", "cluster_options": {"password": "x"}}, kvpool.ArgumentError, "KVPOOL_ETCD_PASSWORD"),
     ],
 )
 def test_a_wrong_option_is_refused(extra, error, words):

@@ -11,6 +11,7 @@ from kvpool.errors import ArgumentError, ArgumentTypeError
 __all__ = ["GIB", "Options"]
 
 GIB = 1 << 30
+_OF_CLUSTERS = ("lease", "heartbeat", "timeout", "tls_ca", "tls_cert", "tls_key", "user")
 _OF_MEMBERS = ("cluster_options", "listen", "url", "by_layer", "transfer_timeout_s")
 
 
@@ -74,6 +75,13 @@ class Options:
                 raise ArgumentTypeError(f"kv_connector_extra_config: {name} must be a text")
         if not isinstance(options.cluster_options, Mapping):
             raise ArgumentTypeError("kv_connector_extra_config: cluster_options must be an object")
+        strange = sorted(set(options.cluster_options) - set(_OF_CLUSTERS))
+        if strange:
+            raise ArgumentError(
+                f"kv_connector_extra_config: cluster_options has {', '.join(map(str, strange))}; it may have "
+                f"{', '.join(_OF_CLUSTERS)} (the password is KVPOOL_ETCD_PASSWORD)",
+                unknown=strange,
+            )
         alone = [name for name in _OF_MEMBERS if name in extra]
         if alone and not options.cluster:
             raise ArgumentError(

@@ -24,6 +24,7 @@ __all__ = ["Sends"]
 
 _log = logging.getLogger("kvpool.engines.vllm")
 
+_STEP_S: Final = 120.0  # by layer, a send also lasts as long as the step computes
 _GRACE_S: Final = 0.2  # for which a step waits for a send that reads a block which the step writes
 _LOOK_S: Final = 1.0  # between two words in the log about a send that does not end
 
@@ -247,7 +248,8 @@ class Sends:
         def begin() -> _core.Transfer:
             layers.stream = self._pool.transfer_with_insert(
                 plan.peer, plan.tokens, self._addrs[plan.blocks], namespace=plan.namespace, medium=DRAM,
-                private=letter(plan.id) if plan.last else None, layerwise=True, timeout=self._timeout_s,
+                private=letter(plan.id) if plan.last else None, layerwise=True,
+                timeout=self._timeout_s + _STEP_S,
             )  # fmt: skip
             return layers.stream.transfer
 
