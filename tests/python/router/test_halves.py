@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from router.router_kit import PATIENCE_S, asked_of, events, eventually, fakes, logged, routing, unheard
 
-from kvpool.control.reading.halves import divisible, for_decode, for_prefill, params_of
+from kvpool.control.reading.halves import divisible, for_decode, for_prefill, params_of, without_params
 from kvpool.control.router import InstanceSpec, RouterSettings
+from kvpool.control.router.body import HeldBody
 from kvpool.errors import ArgumentError
 
 LETTER = {"kvpool": {"from": "p1", "tokens": 32}}
@@ -165,6 +168,79 @@ def test_a_client_that_leaves_ends_prefill():
     assert PATIENCE_S > 1
 
 
+def test_while_decode_is_out_others_answer_alone():
+    """The policy may prefer the idle prefill instance, which can do nothing without the other half."""
+    with fakes("p1", "d1", "b") as (prefill, decode, both), routing(prefill, decode, both) as running:
+        running.admin.post("/instances/d1/drain")
+        for number in range(6):
+            answer = running.complete(f"hello {number}")
+            assert answer.status_code == 200
+            assert answer.headers["x-kvpool-instance"] == "b"
+            assert "x-kvpool-prefill" not in answer.headers
+        assert asked_of(prefill) == []
+
+
+def test_a_decode_that_falls_out_while_the_prompt_is_computed_is_not_asked():
+    with fakes("p1", "d1", "d2") as (prefill, one, other), routing(prefill, one, other) as running:
+        running.admin.post("/instances/d2/drain")
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(running.complete, "hello", first_s={"p1": 1.0, "d1": 600})
+            eventually(lambda: prefill.under_way == 1)
+            running.admin.post("/instances/d2/resume")
+            one.well = False
+            answer = asked.result()
+        assert answer.headers["x-kvpool-instance"] == "d2"
+        assert asked_of(one) == []
+
+
+def test_a_prefill_that_answers_alone_after_a_try_in_halves_is_not_named():
+    with fakes("p1", "d1", "b") as (prefill, decode, both), routing(prefill, decode, both) as running:
+        running.admin.post("/instances/b/drain")
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(running.complete, "hello", first_s={"p1": 0.5}, die={"d1": 0})
+            eventually(lambda: prefill.under_way == 1)
+            running.admin.post("/instances/p1/drain")
+            running.admin.post("/instances/b/resume")
+            answer = asked.result()
+        assert answer.headers["x-kvpool-instance"] == "b"
+        assert "x-kvpool-prefill" not in answer.headers
+
+
+def test_clients_do_not_say_where_caches_go():
+    mine = {"kvpool": {"to": "mine"}}
+    with fakes("p1", "d1") as (prefill, decode), routing(prefill, decode) as running:
+        for body in (
+            json.dumps({"prompt": ["a", "b"], "kv_transfer_params": mine}),
+            '{"prompt": ["a", "b"], "kv\\u005ftransfer_params": {"kvpool": {"to": "mine"}}}',
+            '{"prompt": "x", "temperature": NaN, "kv_transfer_params": {"kvpool": {"to": "mine"}}}',
+        ):
+            running.client.post("/v1/completions", content=body)
+        assert len(asked_of(prefill)) == 3
+        assert not any("kv_transfer_params" in each for each in asked_of(prefill))
+    with fakes("b") as (both,), routing(both) as running:  # a router that divides nothing passes everything on
+        running.complete("x", kv_transfer_params=mine)
+        assert asked_of(both)[0]["kv_transfer_params"] == mine
+
+
+def test_prefills_answer_is_asked_for_in_legible_form():
+    with fakes("p1", "d1") as (prefill, decode), routing(prefill, decode) as running:
+        running.complete("hello", headers={"accept-encoding": "gzip"})
+        assert prefill.seen[0][1]["accept-encoding"] == "identity"
+
+
+def test_bodies_are_not_held_while_the_answer_is_streamed():
+    with fakes("p1", "d1") as (prefill, decode), routing(prefill, decode) as running:
+        fields = {"prompt": "long " * 10_000, "stream": True, "hold_at": 1}
+        with running.client.stream("POST", "/v1/completions", json=fields) as response:
+            pieces = response.iter_text()
+            next(pieces)
+            gc.collect()
+            held = [each for each in gc.get_objects() if isinstance(each, HeldBody)]
+            assert sum(len(each.data) for each in held) == 0
+            decode.released.set()
+            "".join(pieces)
+
+
 def test_half_a_fleet_is_refused():
     with pytest.raises(ArgumentError, match="only prefill"):
         RouterSettings((InstanceSpec("p", "http://h:1", "prefill"), InstanceSpec("b", "http://h:2")))
@@ -186,12 +262,25 @@ def test_large_numbers_and_odd_texts_pass_unchanged():
         assert b"1e400" in made
 
 
-@pytest.mark.parametrize("body", [b'{"prompt": NaN}', b'{"prompt": ["a"]}', b'{"prompt": [[1]]}', b"[]", b""])
+ODD = [
+    b'{"prompt": NaN}',
+    b'{"prompt": ["a", "b"]}',
+    b'{"prompt": [[1], [2]]}',
+    b"[]",
+    b"",
+    b'{"\xff": 1, "prompt": "x"}',
+    b'{"prompt": ' + b"[" * 100_000,
+    b'{"prompt": "x"' + b"".join(b',"k%d":1' % at for at in range(9000)) + b"}",
+]
+
+
+@pytest.mark.parametrize("body", ODD)
 def test_these_are_not_divided(body):
     assert not divisible(body)
+    assert without_params(body) is None
 
 
-@pytest.mark.parametrize("prompt", ['"a"', "[1, 2]", "[]", "7"])
+@pytest.mark.parametrize("prompt", ['"a"', "[1, 2]", "[]", "7", '["a"]', "[[1, 2]]"])
 def test_these_are_divided(prompt):
     assert divisible(f'{{"prompt": {prompt}}}'.encode())
     assert divisible(b'{"messages": []}')

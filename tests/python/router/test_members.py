@@ -124,6 +124,50 @@ def test_what_the_operator_removes_stays_out(url):
             eventually(lambda: up(running) == {"a"})
 
 
+def test_what_the_operator_has_named_again_is_his(url):
+    with fakes("a", "b") as (one, other), routing_members(url) as running:
+        with member(url, "a", one):
+            eventually(lambda: up(running) == {"a"})
+            assert running.admin.delete("/instances/a").status_code == 204
+            assert running.admin.post("/instances", json={"name": "a", "url": other.spec.url}).status_code == 201
+            eventually(lambda: up(running) == {"a"})
+        eventually(lambda: running.router._members._followed == {})
+        assert up(running) == {"a"}
+        assert running.complete().json()["instance"] == "b"
+
+
+def test_the_operators_draining_outlasts_the_members(url):
+    with fakes("a") as (one,), routing_members(url) as running, member(url, "a", one) as entry:
+        eventually(lambda: up(running) == {"a"})
+        running.admin.post("/instances/a/drain")
+        entry.publish(state="draining")
+        instance = running.router.fleet.get("a")
+        eventually(lambda: instance.leaving)
+        entry.publish(state="up")
+        eventually(lambda: not instance.leaving)
+        assert running.states()["a"]["draining"]
+        running.admin.post("/instances/a/resume")
+        eventually(lambda: up(running) == {"a"})
+
+
+def test_a_member_takes_the_url_of_one_that_is_leaving(url):
+    """Started again under another name while the router waits for the old one's last request."""
+    with fakes("a") as (one,), routing_members(url) as running:
+        with member(url, "old", one):
+            eventually(lambda: up(running) == {"old"})
+            streaming = running.client.stream(
+                "POST", "/v1/completions", json={"prompt": "x", "stream": True, "hold_at": 1}
+            )
+            response = streaming.__enter__()
+        with member(url, "new", one):
+            eventually(lambda: "new" in running.router._members._followed)
+            assert set(running.states()) == {"old"}
+            one.released.set()
+            response.read()
+            streaming.__exit__(None, None, None)
+            eventually(lambda: up(running) == {"new"})
+
+
 def test_half_a_fleet_is_no_error_where_a_cluster_brings_the_rest():
     half = InstanceSpec("p", "http://h:1", "prefill")
     assert RouterSettings((half,), cluster=ClusterSettings("local://x")).instances == (half,)

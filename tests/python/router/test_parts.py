@@ -252,6 +252,7 @@ def test_a_reused_id_inherits_nothing():
         lease.computed()
         lease.finished()
     fleet.remove(home.spec.name)
+    fleet._last_number = home.number - 1  # as if all others had had their turn
     again = fleet.add(InstanceSpec("c", "http://127.0.0.1:3"))
     assert again.number == home.number
     assert fleet.report(urls=True)[-1]["cached_blocks"] == 0

@@ -9,27 +9,34 @@ prompts may be long, and others must not wait for them.
 
 from __future__ import annotations
 
+import json
 from typing import Any, Final
 
 import msgspec
 
-__all__ = ["ANSWER_BYTES_MAX", "divisible", "for_decode", "for_prefill", "params_of"]
+__all__ = ["ANSWER_BYTES_MAX", "divisible", "for_decode", "for_prefill", "params_of", "without_params"]
 
 ANSWER_BYTES_MAX: Final = 1 << 20  # of prefill's answer, which has one token
 
 _PARAMS: Final = "kv_transfer_params"
+_NAMES_MAX: Final = 8192  # in a body, at any depth: the outermost ones are decoded
 _FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_PROMPTS: Final = msgspec.json.Decoder(list[msgspec.Raw])
+_UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _ONE_TOKEN: Final = ("max_tokens", "max_completion_tokens")
 _OF_ANSWERS: Final = ("stream_options", "min_tokens", "n", "best_of")
 
 
 def divisible(body: bytes | bytearray) -> bool:
     """Whether a body asks for one prompt, in JSON without liberties. Others are answered by one instance."""
+    if body.count(b'":') > _NAMES_MAX:
+        return False
     try:
         prompt = bytes(_FIELDS.decode(body).get("prompt", b""))
-    except msgspec.MsgspecError:
+        several = prompt[:1] == b"[" and prompt[1:].lstrip()[:1] in (b'"', b"[")
+        return not several or len(_PROMPTS.decode(prompt)) == 1
+    except _UNREADABLE:
         return False
-    return not (prompt[:1] == b"[" and prompt[1:].lstrip()[:1] in (b'"', b"["))  # a list of prompts
 
 
 def for_prefill(body: bytes | bytearray, chat: bool, decode: str) -> bytes:
@@ -53,7 +60,7 @@ def params_of(answer: bytes | bytearray) -> msgspec.Raw | None:
     """What decode must know, as prefill's answer says; None if it says nothing."""
     try:
         params = _FIELDS.decode(answer).get(_PARAMS)
-    except msgspec.MsgspecError:
+    except _UNREADABLE:
         return None
     return params if params is not None and bytes(params)[:1] == b"{" else None
 
@@ -64,3 +71,23 @@ def for_decode(body: bytes | bytearray, params: msgspec.Raw | None) -> bytes:
     if params is not None:
         fields[_PARAMS] = params
     return msgspec.json.encode(fields)
+
+
+def without_params(body: bytes | bytearray) -> bytes | None:
+    """A body without what its client says of transfers. None: it says nothing of them, or cannot be read."""
+    if _PARAMS.encode() not in body and b"\\u" not in body:  # of which letters of the name may be made
+        return None
+    if body.count(b'":') <= _NAMES_MAX:
+        try:
+            fields = _FIELDS.decode(body)
+        except _UNREADABLE:
+            pass
+        else:
+            return msgspec.json.encode(fields) if fields.pop(_PARAMS, None) is not None else None
+    try:
+        loose = json.loads(body)  # which takes some liberties, as the instances do
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(loose, dict) or loose.pop(_PARAMS, None) is None:
+        return None
+    return json.dumps(loose).encode()

@@ -2,7 +2,8 @@
 
     server      two listeners, signals, the end
     app         the endpoints, of the public and of the operator
-    forward     one request: choose, send, retry, relay; two where prefill and decode are apart
+    forward     an endpoint: takes a request in, and notes how it ended
+    forwarding  one request: choose, send, retry, relay; two where prefill and decode are apart
     intake      a request's body: held and read, or passed on as a stream    <- body, budget, exchange
     prompts     reads bodies; long ones in processes (kvpool.control.reading)
     fleet       the instances, their limits, the scheduler's input           <- health, upstream

@@ -28,7 +28,8 @@ class Instance:
         spec: Name and URL.
         upstream: Sends to it.
         breaker: Whether it is well.
-        draining: It gets no new requests.
+        draining: It gets no new requests, because the operator said so.
+        leaving: Nor does it, because its member of the cluster drains or has gone.
         in_flight: Requests that it has.
         epoch: Raised when it is ejected: what was sent before says nothing of what came back.
         wrong: The fault that the last probe found; None for none, and before the first probe.
@@ -40,12 +41,18 @@ class Instance:
         self.upstream = upstream
         self.breaker = breaker
         self.draining = False
+        self.leaving = False
         self.in_flight = 0
         self.epoch = 0
         self.wrong: str | None = None
         self.trying = False  # a trial is under way
         self.in_table = False
         self.waiting: set[anyio.CancelScope] = set()  # of requests that have no byte yet
+
+    @property
+    def closed(self) -> bool:
+        """It gets no new requests, however well it is."""
+        return self.draining or self.leaving
 
     @contextmanager
     def awaited(self, timeout_s: float) -> Iterator[anyio.CancelScope]:

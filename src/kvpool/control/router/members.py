@@ -10,10 +10,10 @@ import logging
 import queue
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
 
 from kvpool.cluster import Cluster, Member, MemberEvent
 from kvpool.control.router.fleet import Fleet
+from kvpool.control.router.lease import Instance
 from kvpool.control.router.logs import event
 from kvpool.control.router.settings import ClusterSettings, InstanceSpec
 from kvpool.errors import ArgumentError
@@ -23,11 +23,11 @@ __all__ = ["ClusterInstances"]
 
 @dataclass
 class _Followed:
-    """A member that became an instance, or could not."""
+    """A member that became an instance, or could not yet."""
 
     member: Member
-    there: bool
-    drained: bool = False  # because the member drains; the operator's own draining is his
+    instance: Instance | None = None
+    cause: str = ""  # that it could not
 
 
 class ClusterInstances:
@@ -47,7 +47,7 @@ class ClusterInstances:
         self,
         settings: ClusterSettings,
         fleet: Fleet,
-        add: Callable[[InstanceSpec], Any],
+        add: Callable[[InstanceSpec], Instance],
         remove: Callable[[str], Awaitable[None]],
     ) -> None:
         self._cluster = Cluster.join(
@@ -77,11 +77,14 @@ class ClusterInstances:
             wanted = self._wanted.get(name)
             if wanted is None or not _same(followed.member, wanted):
                 await self._retire(name, followed)
-            elif followed.there:
-                self._drain(followed, wanted.state != "up")
+            elif followed.instance is None:
+                self._follow(followed)
+            else:
+                self._fleet.set_leaving(followed.instance, wanted.state != "up")
         for name, member in self._wanted.items():
             if name not in self._followed:
-                self._follow(member)
+                self._followed[name] = _Followed(member)
+                self._follow(self._followed[name])
 
     def close(self) -> None:
         """Stops to watch. Idempotent."""
@@ -90,32 +93,33 @@ class ClusterInstances:
 
     # ---- inside
 
-    def _follow(self, member: Member) -> None:
-        """The member becomes an instance. One that cannot is not tried again before it publishes something else."""
-        self._followed[member.name] = followed = _Followed(member, there=False)
+    def _follow(self, followed: _Followed) -> None:
+        """The member becomes an instance, unless another one has its name or URL, or they are wrong."""
+        member = followed.member
         try:
-            self._add(InstanceSpec(member.name, member.url.rstrip("/"), member.role))
+            followed.instance = self._add(InstanceSpec(member.name, member.url.rstrip("/"), member.role))
         except ArgumentError as error:
-            event(logging.WARNING, "member not routed to", member=member.name, cause=str(error))
+            if str(error) != followed.cause:  # it is tried again, and told once
+                event(logging.WARNING, "member not routed to", member=member.name, cause=str(error))
+            followed.cause = str(error)
             return
-        followed.there = True
-        self._drain(followed, member.state != "up")
+        self._fleet.set_leaving(followed.instance, self._wanted[member.name].state != "up")
 
     async def _retire(self, name: str, followed: _Followed) -> None:
-        instance = self._fleet.find(name) if followed.there else None
-        if instance is not None and instance.in_flight:
-            self._drain(followed, True)
-            return  # until its requests have ended
-        if instance is not None:
+        instance = followed.instance
+        if instance is not None and self._fleet.find(name) is instance:  # else the operator has removed it
+            self._fleet.set_leaving(instance, True)
+            if instance.in_flight:
+                return  # until its requests have ended
             await self._remove(name)
         del self._followed[name]
 
-    def _drain(self, followed: _Followed, draining: bool) -> None:
-        name = followed.member.name
-        if draining != followed.drained and self._fleet.find(name) is not None:  # else the operator has removed it
-            self._fleet.set_draining(name, draining)
-            followed.drained = draining
-
 
 def _same(one: Member, other: Member) -> bool:
-    return one.same_incarnation(other) and (one.url, one.role) == (other.url, other.role)
+    """Whether it is the same process at the same place. One that has lost its lease and is back is the same."""
+    return (one.instance, one.incarnation, one.url, one.role) == (
+        other.instance,
+        other.incarnation,
+        other.url,
+        other.role,
+    )

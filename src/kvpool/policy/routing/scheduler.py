@@ -184,8 +184,12 @@ class GlobalScheduler:
 
     # ---- requests
 
-    def route(self, request: Request) -> Decision:
+    def route(self, request: Request, *, whole: bool = False) -> Decision:
         """Decides where a request goes, and counts it as that instance's work from now on.
+
+        Args:
+            request: The prompt.
+            whole: One instance does all of it: one that prefills for others then decodes, too.
 
         Raises:
             ArgumentError: The prompt is empty, or a token does not fit in int32.
@@ -210,14 +214,15 @@ class GlobalScheduler:
         room = self._holders_max
         holders = found.holders(table, now, cached, room)
         decode, decode_cached = None, 0
+        apart = self._instances[instance].kind is Kind.PREFILL and not whole
         if self._kinds[Kind.DECODE]:
             decoders = self._find(self._decode, tokens, request.namespace, Kind.DECODE)
-            if self._instances[instance].kind is Kind.PREFILL:
+            if apart:
                 decode, decode_cached = self._choose_decode(decoders, len(tokens), now, request.session)
             if len(decoders.lengths) > 1:
                 holders += decoders.holders(self._decode, now, cached, room)
                 holders = sorted(holders, key=lambda holder: -holder.stop)[:room]
-        elif self._instances[instance].kind is Kind.PREFILL:
+        elif apart:
             raise StateError(f"none of {len(self._decode)} instances decodes what others prefill")
         fetch = None
         if holders and self._transfer is not None:
