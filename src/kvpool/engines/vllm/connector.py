@@ -98,6 +98,8 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         transfer = self._kv_transfer_config
         self._options = Options.parse(transfer.kv_connector_extra_config)
         self._engine_id: str = transfer.engine_id
+        # With steps in flight ahead of their outputs vLLM would return a token that was computed from a failed load.
+        self._async_load = self._options.async_load or bool(vllm_config.scheduler_config.async_scheduling)
         _check_supported(vllm_config)
         parallel = vllm_config.parallel_config
         self._workers: int = parallel.world_size
@@ -239,7 +241,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Carries out the step's loads; vLLM calls it before the step if one of them must be done by then."""
         engine = self._worker()
         for load in self._step().loads:
-            if self._options.async_load:
+            if self._async_load:
                 engine.begin_load(load)
             else:
                 engine.load(load)
@@ -266,7 +268,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """The requests whose asynchronous loads have ended."""
-        return None, (self._worker().take_ended_loads() if self._options.async_load else None)
+        return None, (self._worker().take_ended_loads() if self._async_load else None)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """The blocks that loads did not fill; vLLM computes them."""
@@ -344,7 +346,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._pages.block_tokens,
             loads=consumes,
             saves=produces,
-            async_load=self._options.async_load,
+            async_load=self._async_load,
             expected=expected,
             outgoing=outgoing,
             on_save=None if self._events is None else self._will_save,

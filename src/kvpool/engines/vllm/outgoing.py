@@ -90,6 +90,7 @@ class Outgoing:
         prompt = self._prompts.get(request_id)
         if prompt is not None:
             prompt.planned, prompt.whole = 0, False
+            self._target.forget_send(prompt.id)
 
     def drop_computed(self) -> None:
         """What has been computed so far is not sent any more."""

@@ -38,6 +38,7 @@ class _Send:
         self.transfer: _core.Transfer | None = None
         self.error: Exception | None = None
         self.dropped = False
+        self.asked_about = True  # somebody may still want to know whether it has failed
         self._begin = begin
         self._lock = threading.Lock()  # it begins or is dropped, never both
 
@@ -164,6 +165,8 @@ class Sends:
         layers = self._open.pop(plan.id, None)
         if layers is not None and layers.send is not None:
             layers.send.cancel()
+        if plan.last:
+            self._failed.add(plan.id)
 
     def await_writes(self, written: set[int] | None) -> None:
         """Waits for the sends that read one of the blocks; None: any. What has not begun is given up."""
@@ -187,8 +190,11 @@ class Sends:
         )
 
     def forget(self, number: str) -> None:
-        """Nobody will ask about this id."""
+        """Nobody will ask about what was sent under this id until now."""
         self._failed.discard(number)
+        for send in self._sends:
+            if send.plan.id == number:
+                send.asked_about = False
 
     def take_figures(self) -> Figures:
         """What happened since the last call."""
@@ -306,7 +312,7 @@ class Sends:
         if not send.dropped:
             self._figures.add(failed_sends=1)
             _log.warning("a prompt of %d tokens was not sent to %s: %s", len(plan.tokens), plan.peer, send.error)
-        if plan.last:
+        if plan.last and send.asked_about:
             self._failed.add(plan.id)
             self._tell_failure(plan)
 
