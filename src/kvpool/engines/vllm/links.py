@@ -36,7 +36,7 @@ class Links:
         self._refused: set[str] = set()  # the last call to these has failed
 
     def connected(self, member: str) -> bool:
-        """Whether a verb that names the member need not connect first."""
+        """Whether a verb that names the member need not connect first, unless the link ends before it does."""
         return any(peer.name == member for peer in self._pool.peers.list())
 
     def refused(self, member: str) -> bool:

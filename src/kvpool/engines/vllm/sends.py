@@ -326,7 +326,7 @@ class Sends:
         try:
             self._pool.transfer(
                 plan.peer, self._addrs[:1], medium=DRAM, private=letter(plan.id, complete=False),
-                priority="decode", timeout=self._timeout_s,
+                priority="decode", stream=self._stream(), timeout=self._timeout_s,
             )  # fmt: skip
         except Error as error:
             _log.debug("%s is not told of a failed send: %s", plan.peer, error)
