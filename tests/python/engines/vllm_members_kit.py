@@ -117,7 +117,7 @@ class MemberEngine(Engine):
 
     def _make(self, blocks: int, dram_blocks: int, held: bool) -> Any:
         pool = self._new_pool(blocks, dram_blocks, held)
-        membership = Membership(pool, self._url, "both", None, "", {"lease": 60.0})
+        membership = Membership(pool, self._url, "both", None, {"lease": 60.0})
         self.pool = Gate(pool)
         self.engine = MemberPool(self.pool, blocks, membership, self._timeout_s)
         self.engine._arrivals._clock = self.clock

@@ -362,7 +362,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert options.cluster
         try:
             role = ROLES[self._kv_transfer_config.kv_role]
-            membership = Membership(pool, options.cluster, role, options.listen, options.url, options.cluster_options)
+            membership = Membership(pool, options.cluster, role, options.listen, options.cluster_options, options.url)
         except BaseException:
             pool.close()
             raise

@@ -24,7 +24,13 @@ class Membership:
     """
 
     def __init__(
-        self, pool: Pool, url: str, role: Role, listen: str | list[str] | None, engine_url: str, options: Any
+        self,
+        pool: Pool,
+        url: str,
+        role: Role,
+        listen: str | list[str] | None,
+        options: Mapping[str, Any],
+        engine_url: str = "",
     ) -> None:
         """Joins; waits as long as `Pool.attach` does.
 
@@ -33,8 +39,8 @@ class Membership:
             url: Of the cluster.
             role: What others see.
             listen: As for `Pool.attach`.
-            engine_url: Where the engine answers HTTP.
             options: More for `Cluster.join`. The password of a user comes from KVPOOL_ETCD_PASSWORD.
+            engine_url: Where the engine answers HTTP.
 
         Raises:
             Whatever `Cluster.join` and `Pool.attach` raise; then the cluster is left.
@@ -49,7 +55,9 @@ class Membership:
                 self._cluster, name=pool.settings.name or None, role=role, listen=listen, url=engine_url
             )
             self.name = attachment.name
-            self._cluster.on_change(self._changed)  # which tells of those that are there, too
+            with self._lock:  # what changes from here on is applied after those that are there
+                self._cluster.on_change(self._changed)
+                self._names |= {member.name: member.incarnation for member in self._cluster.members()}
         except BaseException:
             self._cluster.close()
             raise

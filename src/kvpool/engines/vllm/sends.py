@@ -312,21 +312,18 @@ class Sends:
         if not send.dropped:
             self._figures.add(failed_sends=1)
             _log.warning("a prompt of %d tokens was not sent to %s: %s", len(plan.tokens), plan.peer, send.error)
-        if plan.last and send.asked_about:
-            self._failed.add(plan.id)
+        if plan.last:
+            if send.asked_about:
+                self._failed.add(plan.id)
             self._tell_failure(plan)
 
     def _tell_failure(self, plan: SendPlan) -> None:
-        """Tells the receiver that the prompt does not come: its request may wait already.
-
-        A peer gets no message without a block. vLLM never uses its first one, and this is freed as soon as it arrives.
-        """
+        """Tells the receiver that the prompt does not come: its request may wait already."""
         if not self._links.connected(plan.peer):
             return
         try:
             self._pool.transfer(
-                plan.peer, self._addrs[:1], medium=DRAM, private=letter(plan.id, complete=False),
-                priority="decode", stream=self._stream(), timeout=self._timeout_s,
-            )  # fmt: skip
+                plan.peer, [], private=letter(plan.id, complete=False), priority="decode", timeout=self._timeout_s
+            )
         except Error as error:
             _log.debug("%s is not told of a failed send: %s", plan.peer, error)
