@@ -12,6 +12,9 @@ __all__ = ["GIB", "Options"]
 
 GIB = 1 << 30
 
+# vLLM itself notices workers that hang. One that gets no CPU for a while is to keep its part of the cache.
+_LEASE_SECONDS = 60.0
+
 
 @dataclass(frozen=True)
 class Options:
@@ -57,6 +60,11 @@ class Options:
         if options.name is not None and not isinstance(options.name, str):
             raise ArgumentTypeError("kv_connector_extra_config: name must be a text")
         return options
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of the pools. The connection of a worker that has ended is closed at once; the lease is for silent ones."""
+        return {"lease_s": _LEASE_SECONDS} | ({} if self.name is None else {"name": self.name})
 
     def blocks(self, block_bytes: int, workers: int = 1) -> int:
         """How many blocks of DRAM a worker's pool gets.
