@@ -9,6 +9,7 @@ from tools.planted_kit import Bug, in_python
 __all__ = ["ENGINES_BUGS"]
 
 _APART: Final = ("python/engines/test_vllm_apart.py", "python/engines/test_vllm_planner.py")
+_RANKS: Final = ("python/engines/test_vllm_ranks.py",)
 _PLANNER: Final = ("python/engines/test_vllm_planner.py",)
 _MEMBERS: Final = ("python/engines/test_vllm_members.py", "python/engines/test_vllm_expected.py")
 
@@ -35,6 +36,22 @@ ENGINES_BUGS: Final = (
         "blocks are given out again while a slower worker still loads them",
         in_python("engines/vllm/scheduler_index.py", "load.workers -= workers", "load.workers = 0"),
         _APART,
+        build="python",
+    ),
+    Bug(
+        "sent-before-it-is-saved",
+        "engines",
+        "a peer fetches blocks that a worker has not saved yet",
+        in_python("engines/vllm/scheduler_index.py", "namespace, filled=False)", "namespace)"),
+        _RANKS,
+        build="python",
+    ),
+    Bug(
+        "refused-for-ever",
+        "engines",
+        "a worker never loads blocks that a peer has filled after a save into them had failed",
+        in_python("engines/vllm/worker_pool.py", "        self.damaged -= plan.emptied\n", ""),
+        _RANKS,
         build="python",
     ),
     Bug(

@@ -60,7 +60,7 @@ PYTHON_FLOORS: dict[str, set[str]] = {
     | {"policy"},
     "observe": {"errors", "types", "_core", "index", "transfer", "peers", "pool"},
     # A folder an engine, which alone knows it.
-    "engines": {"errors", "types", "_core", "index", "cluster", "pool", "control", "observe"},
+    "engines": {"errors", "types", "_core", "index", "transfer", "cluster", "pool", "ranks", "control", "observe"},
     "sim": {"errors", "types", "index", "policy"},
     "cli": {"_core", "alloc", "cluster", "config", "control", "errors", "index", "policy", "pool", "sim", "transfer"}
     | {"types"},

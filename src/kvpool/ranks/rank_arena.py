@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 from kvpool import _core
-from kvpool.errors import ArgumentError
+from kvpool.errors import ArgumentError, ArgumentTypeError, LayoutMismatch, StateError
 from kvpool.pool import Pool
 from kvpool.ranks.rank_blocks import RankBlocks
 from kvpool.transfer.gpu_routes import tell_unused
@@ -49,10 +49,12 @@ class RankArena:
         instance: The name of the scheduler's pool.
     """
 
-    def __init__(self, ticket: RankTicket, memory: Pool, node: _core.RankNode, part: RankSlice) -> None:
+    def __init__(
+        self, ticket: RankTicket, memory: Pool, blocks: RankBlocks | None, node: _core.RankNode, part: RankSlice
+    ) -> None:
         """Use `RankArena.join`."""
         self._memory = memory
-        self._blocks = RankBlocks(memory)
+        self._blocks = blocks  # None: the memory is somebody else's pool
         self._node = node
         self.rank = ticket.rank
         self.slice = part
@@ -67,6 +69,7 @@ class RankArena:
         hbm: Sequence[Any] | None = None,
         block_dim: int = 0,
         device: str = "cpu",
+        memory: Pool | None = None,
         listen: str | None = None,
         timeout: float | None = None,
         **settings: Any,
@@ -79,17 +82,21 @@ class RankArena:
             block_dim: As for `Pool`.
             device: As for `Pool`: the device of this rank's part of HBM. Ranks of one instance may have different
                 devices. Before a rank on a GPU sends or moves blocks it waits for all earlier work of the GPU.
+            memory: Instead of `hbm`, `block_dim`, `device` and settings: a pool with this rank's part of all blocks,
+                for a worker that has memory before there is a scheduler. The rank gives peers access to that memory,
+                whatever the pool knows of its blocks, and has its settings. Close the rank before the pool.
             listen: The address for ranks of peers, if they may run on other hosts: "tcp:HOST:PORT", port 0 for any. The
                 default is a Unix socket, for this host only. TCP needs a secret.
             timeout: Seconds; None: the setting ``timeout_s``.
             **settings: Fields of kvpool.Settings; `secret` must be the scheduler's.
 
         Raises:
-            ArgumentError, ArgumentTypeError: The ticket or a setting is invalid.
+            ArgumentError, ArgumentTypeError: The ticket or a setting is invalid; or `memory` is given, and something in
+                whose place it stands.
             PeerLost: The scheduler no longer listens, or another instance listens at its address.
             AuthError: The secrets differ.
             StateError: The rank has already joined.
-            LayoutMismatch: Adopted tensors do not hold this rank's part.
+            LayoutMismatch: Adopted tensors, or `memory`, do not hold this rank's part of as many blocks.
             OutOfMemory: The machine, or the GPU, has not enough memory.
             Unsupported: There is no such device; or this rank cannot have a requested route: "nccl" without NCCL or HBM
                 on a GPU, or "ucx" if UCX can register none of its memory.
@@ -97,6 +104,9 @@ class RankArena:
         """
         known = RankTicket.read(ticket)
         part = known.parallel.slices(known.layout)[known.rank]
+        if memory is not None:
+            _check_memory(memory, _layout_of(known, part), hbm is not None or block_dim or device != "cpu" or settings)
+            return cls(known, memory, None, _join(known, memory, listen, timeout), part)
         memory = Pool(
             _layout_of(known, part),
             hbm_blocks=0 if hbm is not None else known.hbm_blocks,
@@ -107,26 +117,10 @@ class RankArena:
             **settings | {"zero_on_alloc": False},  # the scheduler allocates
         )
         try:
-            wanted = memory.settings
-            node = _core._join_rank(
-                memory,
-                name=f"{known.name}/rank-{known.rank}",
-                routes=list(wanted.routes),
-                ucx=ucx_library(wanted.ucx),
-                nccl=nccl_library(wanted.nccl),
-                scheduler=known.address,
-                incarnation=known.incarnation,
-                instance=known.instance,
-                rank=known.rank,
-                listen=listen or "",
-                timeout=timeout,
-                **{setting: getattr(wanted, setting) for setting in _LINK_SETTINGS},
-            )
+            return cls(known, memory, RankBlocks(memory), _join(known, memory, listen, timeout), part)
         except BaseException:
             memory.close()
             raise
-        tell_unused(memory, wanted)
-        return cls(known, memory, node, part)
 
     def tensor(self, medium: int = HBM) -> _core.KVTensor:
         """This rank's part of all blocks of a medium, as `Pool.tensor`. Index it with ``kvpool.block_ids(addrs)``."""
@@ -181,11 +175,13 @@ class RankArena:
             ArgumentError, ArgumentTypeError: There is no such block or medium; other numbers of sources and targets; a
                 target twice.
             StateError: Another copy of this rank writes one of the blocks, or reads one of the targets. Or the rank has
-                no blocks in one of the media.
+                no blocks in one of the media, or was given its `memory`, whose own copy is to be used.
             PeerLost, DeviceLost, ClosedError: The rank is lost.
             OutOfMemory: No memory for the copy.
         """
         self.check()
+        if self._blocks is None:
+            raise StateError("the memory of this rank is a pool that was given: use its copy()")
         read = self._blocks.other_than(medium)
         return self._memory.copy(
             self._blocks.addresses(source, read),
@@ -224,7 +220,8 @@ class RankArena:
     def close(self) -> None:
         """Leaves the instance, which is then lost. Views of the memory stay valid. Idempotent."""
         self._node.close()
-        self._memory.close()
+        if self._blocks is not None:
+            self._memory.close()
 
     def __enter__(self) -> RankArena:
         """Itself."""
@@ -248,3 +245,32 @@ def _layout_of(ticket: RankTicket, part: RankSlice) -> KVLayout:
     if part.layout is None:
         raise ArgumentError(f"rank {ticket.rank} holds no layer: it cannot join", rank=ticket.rank)
     return part.layout
+
+
+def _check_memory(memory: object, layout: KVLayout, more: object) -> None:
+    if not isinstance(memory, Pool):
+        raise ArgumentTypeError(f"memory must be a Pool, not {type(memory).__name__}")
+    if more:
+        raise ArgumentError("memory stands in the place of hbm, block_dim, device and settings: give one or the other")
+    if memory.kv_layout != layout:
+        raise LayoutMismatch(f"the rank's part of a block is {layout}, and memory has blocks of {memory.kv_layout}")
+
+
+def _join(ticket: RankTicket, memory: Pool, listen: str | None, timeout: float | None) -> _core.RankNode:
+    wanted = memory.settings
+    node = _core._join_rank(
+        memory,
+        name=f"{ticket.name}/rank-{ticket.rank}",
+        routes=list(wanted.routes),
+        ucx=ucx_library(wanted.ucx),
+        nccl=nccl_library(wanted.nccl),
+        scheduler=ticket.address,
+        incarnation=ticket.incarnation,
+        instance=ticket.instance,
+        rank=ticket.rank,
+        listen=listen or "",
+        timeout=timeout,
+        **{setting: getattr(wanted, setting) for setting in _LINK_SETTINGS},
+    )
+    tell_unused(memory, wanted)
+    return node

@@ -77,6 +77,12 @@ def failures_left(worker) -> int:
     return len(only_engine().pool.failures)
 
 
+def rank(worker) -> dict | None:
+    """The rank of the scheduler's pool that this worker is."""
+    joined = getattr(only_engine(), "_rank", None)
+    return None if joined is None else {"rank": joined.rank, "lost": joined.lost is not None}
+
+
 def is_last() -> bool:
     from vllm.distributed.parallel_state import get_tp_group
 

@@ -14,7 +14,7 @@ def engine(request, tmp_path_factory):
     executor, workers = SHAPES[request.param]
     how = {"executor": executor, "tensor_parallel_size": workers, "dtype": "float32", "max_model_len": 320}
     with serving(tmp_path_factory.mktemp("vllm"), own_process=True, extra={"dram_blocks": 64}, **how) as engine:
-        engine.workers = workers
+        engine.executor, engine.workers = executor, workers
         yield engine
 
 
@@ -33,6 +33,13 @@ def test_prompts_come_back_exactly(engine):
     assert loaded["tokens"] == cold["tokens"]
     heads = {1: "kv_heads=2", 2: "kv_heads=1"}[engine.workers]
     assert all(heads in told["layout"] for told in in_workers(engine, "await_saves"))
+
+
+def test_workers_apart_are_ranks_of_the_schedulers_pool(engine):
+    engine.ask(prompt(40))
+    apart = engine.executor == "mp"
+    expected = [{"rank": number, "lost": False} if apart else None for number in range(engine.workers)]
+    assert sorted(in_workers(engine, "rank"), key=str) == sorted(expected, key=str)
 
 
 def test_the_content_comes_from_every_worker(engine):

@@ -6,12 +6,25 @@ import random
 
 import numpy as np
 import pytest
-from engines.vllm_apart_kit import ApartEngine
+from engines.vllm_apart_kit import ApartEngine, index_of
 from engines.vllm_kit import Request, prompt
 
-import kvpool
 from kvpool.engines.vllm.plans import LoadPlan, SavePlan, StepPlan, WorkerReport
 from kvpool.engines.vllm.scheduler_index import SchedulerIndex
+
+
+@pytest.fixture
+def make_index():
+    made = []
+
+    def make(dram_blocks: int, workers: int) -> SchedulerIndex:
+        made.append(index_of(8, dram_blocks, workers))
+        return made[-1]
+
+    yield make
+    for index in made:
+        index.pool.audit()
+        index.close()
 
 
 @pytest.fixture
@@ -68,12 +81,17 @@ def test_a_prompt_is_there_for_the_next_step_and_its_load_waits_for_its_save(eng
 
 
 def test_a_block_of_dram_is_not_filled_again_before_it_is_full(engine):
-    """There is room for one prompt, and no copy begins before somebody waits for it."""
+    """There is room for one prompt: the next is saved when both workers have said that it is there."""
     engine = ApartEngine(dram_blocks=5)
-    for seed in range(4):
-        engine.run(Request(str(seed), prompt(20, seed)))
-    assert engine.run(Request("again", prompt(20, seed=3))) == 16
-    assert "failed_saves" not in engine.take_figures()
+    engine.run(Request("first", prompt(20)))
+    engine.run(Request("refused", prompt(20, seed=1)))
+    assert engine.take_figures()["failed_saves"] == 1
+    assert engine.run(Request("again", prompt(20))) == 16
+    engine.pool.finish_all()
+    engine.step({})
+    engine.run(Request("second", prompt(20, seed=2)))
+    assert engine.run(Request("third", prompt(20, seed=2))) == 16
+    assert engine.pool.explain_match(prompt(20)).matched_tokens == 0
     engine.close()
 
 
@@ -83,8 +101,8 @@ def saved_in(index: SchedulerIndex, tokens: list[int]) -> list[SavePlan]:
     return index.addressed(step).saves
 
 
-def test_a_hit_is_pinned_until_all_workers_have_loaded_it():
-    index = SchedulerIndex(4, 4, workers=2)
+def test_a_hit_is_pinned_until_all_workers_have_loaded_it(make_index):
+    index = make_index(4, workers=2)
     (save,) = saved_in(index, list(range(8)))
     assert (save.target.tolist(), len(save.tokens)) == ([0, 1], 0)
     assert index.pin("b", np.arange(8, dtype=np.int32), "") == 8
@@ -98,10 +116,10 @@ def test_a_hit_is_pinned_until_all_workers_have_loaded_it():
     index.reported(WorkerReport(loads={load.number: 1, 99: 1}, saves={save.number: 1}))  # nothing is known of them
 
 
-def test_what_a_load_still_needs_is_not_found_after_a_reset():
+def test_what_a_load_still_needs_is_not_found_after_a_reset(make_index):
     """vLLM's weights may be others by then."""
-    index = SchedulerIndex(4, 4, workers=1)
-    saved_in(index, list(range(8)))
+    index = make_index(4, workers=1)
+    (save,) = saved_in(index, list(range(8)))
     tokens = np.arange(8, dtype=np.int32)
     index.pin("b", tokens, "")
     (load,) = index.addressed(StepPlan(loads=[LoadPlan("b", 0, np.array([7, 8]))])).loads
@@ -109,7 +127,7 @@ def test_what_a_load_still_needs_is_not_found_after_a_reset():
     assert index.pin("c", tokens, "") == 0
     (again,) = saved_in(index, list(range(8)))
     assert set(again.target.tolist()).isdisjoint(load.source.tolist())
-    index.reported(WorkerReport(loads={load.number: 1}))
+    index.reported(WorkerReport(loads={load.number: 1}, saves={save.number: 1, again.number: 1}))
     assert index.pin("c", tokens, "") == 8
     index.unpin("c")
     assert len(saved_in(index, prompt(16))) == 1  # all four blocks can be had
@@ -149,8 +167,8 @@ def test_an_old_save_does_not_make_good_what_a_newer_one_was_refused(engine):
     assert worker.take_report().failed == {2}
 
 
-def test_a_load_whose_match_was_given_up_fails_at_every_worker(engine):
-    index = SchedulerIndex(4, 4, workers=2)
+def test_a_load_whose_match_was_given_up_fails_at_every_worker(engine, make_index):
+    index = make_index(4, workers=2)
     (load,) = index.addressed(StepPlan(loads=[LoadPlan("gone", 0, np.array([3]))])).loads
     assert load.source is None
     for worker in engine.workers:
@@ -178,17 +196,19 @@ def test_many_requests_while_saves_fail_at_a_worker(seed, late):
         engine.step({})
     assert engine.index.clear()
     engine.step({})
-    assert sorted(engine.index._free) == list(range(12))
+    assert engine.index.pool.stats().dram.free == 12
     engine.close()
 
 
-def test_an_index_is_full_when_all_of_it_is_in_use():
-    index = SchedulerIndex(4, 2, workers=1)
-    assert len(saved_in(index, prompt(8))) == 1
+def test_an_index_is_full_when_all_of_it_is_in_use(make_index):
+    index = make_index(2, workers=1)
+    (save,) = saved_in(index, prompt(8))
     assert saved_in(index, prompt(8)) == []  # it is there
-    index.pin("b", np.array(prompt(8), np.int32), "")
     assert saved_in(index, prompt(8, seed=1)) == []
     assert index.figures == {"failed_saves": 1}
+    index.reported(WorkerReport(saves={save.number: 1}))
+    index.pin("b", np.array(prompt(8), np.int32), "")
+    assert saved_in(index, prompt(8, seed=1)) == []
+    assert index.figures == {"failed_saves": 2}
     index.unpin("b")
     assert len(saved_in(index, prompt(8, seed=1))) == 1
-    assert kvpool.PromptIndex is type(index.index)

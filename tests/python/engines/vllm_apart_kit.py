@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
-from engines.vllm_kit import BLOCK, Engine
+from engines.vllm_kit import LAYOUT, Engine
 
+import kvpool
+from kvpool import ParallelConfig
 from kvpool.engines.vllm.figures import Figures
+from kvpool.engines.vllm.options import Options
 from kvpool.engines.vllm.plans import StepPlan, WorkerReport
 from kvpool.engines.vllm.scheduler_index import SchedulerIndex
 from kvpool.engines.vllm.worker_pool import WorkerPool
@@ -19,22 +22,33 @@ def sent(what: Any) -> Any:
     return pickle.loads(pickle.dumps(what))
 
 
+def index_of(blocks: int, dram_blocks: int, workers: int) -> SchedulerIndex:
+    """Over blocks of which each worker has its heads."""
+    return SchedulerIndex(
+        kvpool.Pool(
+            replace(LAYOUT, kv_heads=LAYOUT.kv_heads * workers), hbm_blocks=blocks, dram_blocks=dram_blocks,
+            parallel=ParallelConfig(tp=workers), engine_allocates=True, audit=True,
+            **Options().settings,
+        )
+    )  # fmt: skip
+
+
 class Pools:
     """What tests of one pool ask, answered for an index and the pools of two workers. Failures are the second one's."""
 
     def __init__(self, index: SchedulerIndex, pools: list[Any]):
-        self._index, self.workers = index.index, pools
-        self.explain_match = lambda tokens: self._index.explain_match(tokens, index._name(""))
+        self._pool, self.workers = index.pool, pools
+        self.explain_match = lambda tokens: self._pool.explain_match(tokens, index._name(""))
 
     def finish_all(self) -> None:
         for pool in self.workers:
             pool.finish_all()
 
     def evict(self, n: int, medium: int) -> int:
-        return len(self._index.evict(n))
+        return self._pool.evict(n, medium)
 
     def stats(self) -> Any:
-        return SimpleNamespace(dram=SimpleNamespace(historical=len(self._index)))
+        return self._pool.stats()
 
     @property
     def fail_loads(self) -> list[str]:
@@ -45,9 +59,18 @@ class Pools:
         self.workers[1].fail_loads = how
 
     def audit(self) -> None:
-        self._index.audit()
+        self._pool.audit()
         for pool in self.workers:
             pool.audit()
+
+
+class HeldWorker(WorkerPool):
+    """Its copies are those of a HeldPool, and its memory is that of the pool below."""
+
+    def _join(self, ticket: str) -> None:
+        held, self.pool = self.pool, self.pool._pool
+        super()._join(ticket)
+        self.pool = held
 
 
 class ApartEngine(Engine):
@@ -57,8 +80,8 @@ class ApartEngine(Engine):
 
     def _make(self, blocks: int, dram_blocks: int, held: bool) -> Any:
         pools = [self._new_pool(blocks, dram_blocks, held) for _ in range(2)]
-        self.workers = [WorkerPool(pool, blocks) for pool in pools]
-        self.index = SchedulerIndex(BLOCK, dram_blocks, len(pools))
+        self.workers = [HeldWorker(pool, blocks) for pool in pools]
+        self.index = index_of(blocks, dram_blocks, len(pools))
         self.pool = Pools(self.index, pools)
         self.engine = self
         self._ended: dict[str, int] = {}
@@ -68,8 +91,8 @@ class ApartEngine(Engine):
     def _execute(self, step: StepPlan, counts: dict[str, int]) -> tuple[set[str], set[int]]:
         plan = self.index.addressed(step)
         plans = [sent(plan) for _ in self.workers]
-        for worker, mine in zip(self.workers, plans, strict=True):
-            worker.restored(mine.restored)
+        for number, (worker, mine) in enumerate(zip(self.workers, plans, strict=True)):
+            worker.begin_step(mine, number)
             self._begin(worker, mine)
         for request_id, count in counts.items():
             self._compute(self.requests[request_id], count)
@@ -104,3 +127,4 @@ class ApartEngine(Engine):
         self.pool.audit()
         for worker in self.workers:
             worker.close()
+        self.index.close()

@@ -16,6 +16,7 @@ import numpy as np
 
 import kvpool
 from kvpool.engines.vllm.engine_pool import EnginePool
+from kvpool.engines.vllm.options import Options
 from kvpool.engines.vllm.planner import Planner
 from kvpool.engines.vllm.plans import StepPlan
 
@@ -177,8 +178,9 @@ class Engine:
         layers = [np.full((blocks, 2, BLOCK, 8), -1, np.float32) for _ in range(2)]
         self.memories.append(layers)
         pool = kvpool.Pool(
-            LAYOUT, hbm=layers, engine_allocates=True, dram_blocks=dram_blocks, huge_pages="never", audit=True
-        )
+            LAYOUT, hbm=layers, engine_allocates=True, dram_blocks=dram_blocks, huge_pages="never", audit=True,
+            **Options().settings,
+        )  # fmt: skip
         return HeldPool(pool) if held else pool
 
     def start(self, request: Request) -> Request:

@@ -142,6 +142,35 @@ def test_a_rank_without_one_of_the_media_has_nothing_to_copy() -> None:
             instance.ranks[0].copy([], [], HBM)
 
 
+def test_a_rank_takes_the_memory_of_a_pool_that_was_there_before() -> None:
+    part = TP2.slices(LAYOUT)[0].layout
+    assert part is not None
+    tensors = [np.zeros((BLOCKS, *part.shape[1:]), np.float16) for _ in range(part.layers)]
+    with (
+        kvpool.Pool(part, hbm=tensors, dram_blocks=4, engine_allocates=True, **SETTINGS) as memory,
+        kvpool.Pool(LAYOUT, hbm_blocks=BLOCKS, dram_blocks=4, parallel=TP2, **SETTINGS) as pool,
+    ):
+        ticket = pool.ranks.export(0)
+        held = memory.adopt([3])
+        for wrong in ({"hbm": tensors}, {"block_dim": 1}, {"device": "cuda"}, {"secret": "x"}):
+            with pytest.raises(kvpool.ArgumentError):
+                RankArena.join(ticket, memory=memory, **wrong)
+        with pytest.raises(kvpool.ArgumentTypeError):
+            RankArena.join(ticket, memory=tensors)  # type: ignore[arg-type]
+        with pytest.raises(kvpool.LayoutMismatch):
+            RankArena.join(ticket, memory=pool)
+        with kvpool.Pool(part, BLOCKS, 3, **SETTINGS) as small, pytest.raises(kvpool.LayoutMismatch):
+            RankArena.join(ticket, memory=small)
+        with RankArena.join(ticket, memory=memory) as rank:
+            assert pool.ranks.list()[0].joined
+            with pytest.raises(kvpool.StateError, match="given"):
+                rank.copy([3], [0], DRAM)
+            into = memory.alloc(1, medium=DRAM)
+            assert memory.copy(held, into) == 1
+        assert not memory.closed
+        memory.free(np.r_[held, into])
+
+
 def test_a_join_does_not_touch_the_engines_tensors() -> None:
     with closing(kvpool.Pool(LAYOUT, hbm_blocks=BLOCKS, dram_blocks=2, parallel=TP2, **SETTINGS)) as pool:
         part = TP2.slices(LAYOUT)[0]

@@ -36,7 +36,7 @@ from kvpool.engines.vllm import engine_pool  # noqa: E402
 from kvpool.engines.vllm.engine_pool import EnginePool  # noqa: E402
 from kvpool.engines.vllm.expected import Expected  # noqa: E402
 from kvpool.engines.vllm.figures import Figures  # noqa: E402
-from kvpool.engines.vllm.layouts import adoption_of, pages_of  # noqa: E402
+from kvpool.engines.vllm.layouts import adoption_of, divided, pages_of  # noqa: E402
 from kvpool.engines.vllm.member_pool import MemberPool  # noqa: E402
 from kvpool.engines.vllm.members import ROLES, Membership  # noqa: E402
 from kvpool.engines.vllm.metrics import KvpoolPromMetrics, KvpoolStats  # noqa: E402
@@ -49,6 +49,7 @@ from kvpool.engines.vllm.scheduler_index import SchedulerIndex  # noqa: E402
 from kvpool.engines.vllm.worker_pool import WorkerPool  # noqa: E402
 from kvpool.errors import StateError, Unsupported  # noqa: E402
 from kvpool.pool import Pool  # noqa: E402
+from kvpool.types import KVLayout  # noqa: E402
 
 __all__ = ["KvpoolConnector"]
 
@@ -76,8 +77,9 @@ class WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 @dataclass
 class Joined(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """From a worker in another process to the scheduler, once: how many blocks of DRAM it has."""
+    """From a worker in another process to the scheduler, once: what its part of a block is, and its blocks of DRAM."""
 
+    layout: KVLayout
     dram_blocks: int
 
 
@@ -104,6 +106,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         parallel = vllm_config.parallel_config
         self._workers: int = parallel.world_size
         self._rank: int = parallel.rank
+        self._tp: int = parallel.tensor_parallel_size
         self._one_process = parallel.world_size == 1 and issubclass(Executor.get_class(vllm_config), UniProcExecutor)
         _check_members(self._options, self._one_process, parallel)
         self._pages = pages_of(kv_cache_config)
@@ -137,8 +140,18 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return
         if len(metadata) != self._workers:
             raise StateError(f"{len(metadata)} of {self._workers} workers have registered their blocks")
-        blocks = min(joined.dram_blocks for joined in metadata.values())
-        self._index = SchedulerIndex(self._pages.block_tokens, blocks, self._workers)
+        parts = [metadata[rank] for rank in sorted(metadata)]  # by stage, then by tensor-parallel rank
+        heads = 1 if self._pages.latent else self._vllm_config.model_config.get_total_num_kv_heads()
+        layout, parallel = divided([part.layout for part in parts], self._tp, heads)
+        pool = Pool(
+            layout,
+            hbm_blocks=self._pages.blocks,
+            dram_blocks=min(part.dram_blocks for part in parts),
+            parallel=parallel,
+            engine_allocates=True,
+            **self._options.settings,
+        )
+        self._index = SchedulerIndex(pool)
         self._planned = self._planner_over(self._index)
 
     def on_new_request(self, request: Any) -> None:
@@ -202,14 +215,13 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         tensors = [kv_caches[name] for name in self._pages.layers]
         found = adoption_of(self._pages, tensors[0].shape, tensors[0].stride())
         device = tensors[0].device
-        settings: dict[str, Any] = {} if self._options.name is None else {"name": self._options.name}
         pool = Pool(
             found.layout,
             hbm=[tensor.permute(found.order) for tensor in tensors],
             block_dim=found.block_dim,
             dram_blocks=self._options.blocks(found.layout.block_bytes, self._workers),
             engine_allocates=True,
-            **settings,
+            **self._options.settings,
         )
         stream = (lambda: torch.cuda.current_stream(device)) if device.type == "cuda" else None
         if self._options.cluster:
@@ -226,7 +238,9 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """What the scheduler must know of this worker, if it is another process."""
         if not isinstance(self._engine, WorkerPool):
             return None
-        return Joined(self._engine.pool.stats().dram.capacity)
+        pool = self._engine.pool
+        assert isinstance(pool.kv_layout, KVLayout)
+        return Joined(pool.kv_layout, pool.stats().dram.capacity)
 
     def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
         """Called before each step: waits for the saves whose blocks the step writes."""
@@ -235,7 +249,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             engine.begin_step()
         engine.await_saves_of(kv_connector_metadata.plan.written)
         if isinstance(engine, WorkerPool):
-            engine.restored(kv_connector_metadata.plan.restored)
+            engine.begin_step(kv_connector_metadata.plan, self._rank)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Carries out the step's loads; vLLM calls it before the step if one of them must be done by then."""
@@ -299,6 +313,8 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             engine_pool.detach(self._engine_id)
         elif self._engine is not None:
             self._engine.close()
+        elif self._index is not None:
+            self._index.close()
 
     # ---- the class
 

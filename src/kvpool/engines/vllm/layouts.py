@@ -7,10 +7,11 @@ takes tensors whose dimensions stand in the order of memory, so they are permute
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from kvpool.errors import LayoutMismatch, Unsupported
+from kvpool.transfer import ParallelConfig
 from kvpool.types import KVLayout
 
 __all__ = ["Adoption", "Pages", "adoption_of", "pages_of"]
@@ -112,6 +113,26 @@ def adoption_of(pages: Pages, shape: Sequence[int], strides: Sequence[int]) -> A
         f"elements of {pages.dtype} in any order that KvpoolConnector knows{_hint(pages, shape)}",
         shape=list(shape),
     )
+
+
+def divided(parts: Sequence[KVLayout], tp: int, kv_heads: int) -> tuple[KVLayout, ParallelConfig]:
+    """The layout of a whole block, and how it is divided among workers.
+
+    Args:
+        parts: What each worker has of a block; the tensor-parallel ranks of a stage stand together.
+        tp: How many of these a stage has.
+        kv_heads: Of the model. Where workers are more than heads, several have the same head.
+
+    Raises:
+        LayoutMismatch: The workers' parts are not those of any such division.
+    """
+    stages = parts[::tp]
+    parallel = ParallelConfig(tp=tp, pp=len(stages), stage_layers=tuple(stage.layers for stage in stages))
+    whole = replace(parts[0], layers=sum(stage.layers for stage in stages), kv_heads=kv_heads)
+    expected = [part.layout for part in parallel.slices(whole)]
+    if expected != list(parts):
+        raise LayoutMismatch(f"the workers have {list(parts)}; {tp} for each of {len(stages)} stages have {expected}")
+    return whole, parallel
 
 
 def _hint(pages: Pages, shape: Sequence[int]) -> str:

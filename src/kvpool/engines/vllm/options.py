@@ -14,6 +14,9 @@ GIB = 1 << 30
 _OF_CLUSTERS = ("lease", "heartbeat", "timeout", "tls_ca", "tls_cert", "tls_key", "user")
 _OF_MEMBERS = ("cluster_options", "listen", "url", "by_layer", "transfer_timeout_s")
 
+# vLLM itself notices workers that hang. One that gets no CPU for a while is to keep its part of the cache.
+_LEASE_SECONDS = 60.0
+
 
 @dataclass(frozen=True)
 class Options:
@@ -88,6 +91,11 @@ class Options:
                 f"kv_connector_extra_config: {', '.join(alone)} is for a member of a cluster: give cluster, too"
             )
         return options
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of the pools. The connection of a worker that has ended is closed at once; the lease is for silent ones."""
+        return {"lease_s": _LEASE_SECONDS} | ({} if self.name is None else {"name": self.name})
 
     def blocks(self, block_bytes: int, workers: int = 1) -> int:
         """How many blocks of DRAM a worker's pool gets.

@@ -77,6 +77,8 @@ class StepPlan:
         written: Blocks that it may write; None: any.
         restored: Blocks that it computes anew, after a load into them has failed.
         sends: After it, or layer by layer during it.
+        emptied: Numbers of blocks in DRAM that a save has failed to fill, and that nobody loads as such any more.
+        tickets: With which the workers join the scheduler's pool, by their numbers; in the first plan.
     """
 
     loads: list[LoadPlan] = field(default_factory=list)
@@ -84,6 +86,8 @@ class StepPlan:
     written: set[int] | None = field(default_factory=set)
     restored: set[int] = field(default_factory=set)
     sends: list[SendPlan] = field(default_factory=list)
+    emptied: set[int] = field(default_factory=set)
+    tickets: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass

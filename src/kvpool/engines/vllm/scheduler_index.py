@@ -1,16 +1,18 @@
 """The scheduler's side where the workers are other processes: which prompt is in which of their blocks of DRAM.
 
 Each worker has its part of every block under the same number. The scheduler says by numbers what to copy, with the plan
-of a step; workers report with its output what has ended. So nothing is sent beside vLLM's own messages, and each worker
-orders the copies with its own steps.
+of a step; workers report with its output what has ended. So no copy is asked for beside vLLM's own messages, and each
+worker orders the copies with its own steps.
 
-A prompt is in the index as soon as its save is planned. A later step may load it, or save something else to the same
-blocks: each worker waits for the save then. A worker that could not save says so, refuses to load these blocks, and the
-prompt is forgotten: at once, or, while a load has it pinned, when that has ended. Until then nobody finds it.
+The blocks and the prompts are those of a pool whose ranks are the workers: its peers can send to them and fetch from
+them. A prompt is cached as soon as its save is planned, as blocks that are still being filled. A later step may load
+it: each worker waits for the save then. Peers find it when every worker has saved its part. A worker that could not
+says so, and refuses to load these blocks: they are forgotten at once, and free when all workers have reported.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -20,10 +22,13 @@ import numpy.typing as npt
 from kvpool import _core
 from kvpool.engines.vllm.figures import Figures
 from kvpool.engines.vllm.plans import LoadPlan, SavePlan, StepPlan, WorkerReport
-from kvpool.errors import StateError
-from kvpool.index import PromptIndex
+from kvpool.errors import OutOfBlocks, PeerLost
+from kvpool.pool import Pool
+from kvpool.types import DRAM, block_ids
 
 __all__ = ["SchedulerIndex"]
+
+_log = logging.getLogger("kvpool.engines.vllm")
 
 _NO_TOKENS = np.empty(0, np.int32)
 
@@ -36,7 +41,7 @@ class _Load:
 
 @dataclass
 class _Save:
-    plan: SavePlan
+    addrs: npt.NDArray[np.uint64]
     workers: int
     failed: bool = False
 
@@ -44,29 +49,32 @@ class _Save:
 class SchedulerIndex:
     """What workers have in DRAM. Not thread-safe: the scheduler's one thread calls it.
 
+    When a worker's connection to the pool is lost, nothing is cached from then on, and vLLM computes.
+
     Args:
-        block_tokens: Tokens in a block.
-        dram_blocks: Blocks of DRAM, numbered from 0, that every worker has.
-        workers: How many there are.
+        pool: With ``parallel`` for the workers and ``engine_allocates=True``. It is closed by `close`.
 
     Attributes:
-        index: From prompts to numbers of blocks.
+        pool: The pool.
         suspects: As in EnginePool.
         figures: Prompts for which there was no room, since somebody took them.
     """
 
-    def __init__(self, block_tokens: int, dram_blocks: int, workers: int) -> None:
-        self.index = PromptIndex(block_tokens)
+    def __init__(self, pool: Pool) -> None:
+        parallel = pool.ranks.parallel
+        assert parallel is not None
+        self.pool = pool
         self.suspects: set[int] = set()
         self.figures = Figures()
-        self._block_tokens = block_tokens
-        self._workers = workers
-        self._free = list(range(dram_blocks - 1, -1, -1))
+        self._block_tokens = pool.kv_layout.block_tokens
+        self._workers = parallel.ranks
+        self._tickets = {rank: pool.ranks.export(rank) for rank in range(self._workers)}  # not sent yet
         self._hits: dict[str, _core.Match] = {}
         self._loads: dict[int, _Load] = {}
         self._saves: dict[int, _Save] = {}
         self._restored: set[int] = set()
-        self._doomed: dict[int, SavePlan] = {}  # saves that failed, and that cannot be forgotten yet
+        self._emptied: set[int] = set()
+        self._lost = False
         self._epoch = 0  # of the cache; what was cached in earlier ones is never found
         self._last = 0  # number
 
@@ -75,11 +83,11 @@ class SchedulerIndex:
     def pin(self, request_id: str, tokens: npt.NDArray[np.int32], namespace: str) -> int:
         """As EnginePool.pin."""
         self.unpin(request_id)
-        hit = self.index.match(tokens, self._name(namespace))
-        sound = self._sound(hit)
-        if sound < hit.tokens:
-            hit.close()
-            hit = self.index.match(tokens[:sound], self._name(namespace))
+        try:
+            hit = self.pool.match(tokens, self._name(namespace))
+        except PeerLost as error:
+            self._lose(error)
+            return 0
         if not hit.tokens:
             hit.close()
             return 0
@@ -108,18 +116,32 @@ class SchedulerIndex:
         for request_id in list(self._hits):
             self.unpin(request_id)
         self._epoch += 1
-        self._evict(len(self.index))
+        try:
+            for save in self._saves.values():
+                self.pool.forget(save.addrs)
+            while self.pool.evict(1 << 20, DRAM):
+                pass
+        except PeerLost as error:
+            self._lose(error)
         return True
+
+    def close(self) -> None:
+        """Closes the pool."""
+        for hit in [*self._hits.values(), *(load.hit for load in self._loads.values())]:
+            hit.close()
+        self._hits.clear()
+        self._loads.clear()
+        self.pool.close()
 
     # ---- plans and reports
 
     def addressed(self, step: StepPlan) -> StepPlan:
         """The plan of a step as workers need it: with the numbers of blocks in place of tokens and matches."""
-        self._forget_doomed()
         loads = [self._load(plan) for plan in step.loads]
         saves = [save for plan in step.saves if (save := self._save(plan)) is not None]
-        restored, self._restored = self._restored, set()
-        return StepPlan(loads, saves, step.written, restored)
+        addressed = StepPlan(loads, saves, step.written, self._restored, self._emptied, self._tickets)
+        self._restored, self._emptied, self._tickets = set(), set(), {}
+        return addressed
 
     def reported(self, report: WorkerReport) -> None:
         """Takes what has ended at workers."""
@@ -135,13 +157,13 @@ class SchedulerIndex:
             save = self._saves.get(number)
             if save is None:
                 continue
-            if number in report.failed and not save.failed:
-                save.failed = True
-                self._doomed[number] = save.plan
             save.workers -= workers
             if save.workers <= 0:
                 del self._saves[number]
-        self._forget_doomed()
+            try:
+                self._saved(save, number in report.failed)
+            except PeerLost as error:
+                self._lose(error)
 
     # ----
 
@@ -152,63 +174,50 @@ class SchedulerIndex:
         if hit is None:
             return replace(plan, number=self._last)
         self._loads[self._last] = _Load(hit, self._workers)
-        source = hit.addrs[plan.first : plan.first + len(plan.blocks)].astype(np.int64)
+        source = block_ids(hit.addrs[plan.first : plan.first + len(plan.blocks)])
         return replace(plan, number=self._last, source=source)
 
     def _save(self, plan: SavePlan) -> SavePlan | None:
         """None if all is cached, or nothing can make room."""
-        plan = replace(plan, namespace=self._name(plan.namespace))
-        with self.index.match(plan.tokens, plan.namespace) as hit:
-            if self._sound(hit) < hit.tokens:
-                return None  # it is to be forgotten first
-            missing = len(plan.blocks) - hit.tokens // self._block_tokens
-            if missing == 0:
-                return None
-            if missing > len(self._free):
-                self._evict(missing - len(self._free))
-            if missing > len(self._free):
-                self.figures.add(failed_saves=1)
-                return None
-            target = np.array([self._free.pop() for _ in range(missing)], np.int64)
-            values = np.concatenate([hit.addrs, target.astype(np.uint64)])
-            self.index.insert(plan.tokens, values, plan.namespace).close()
+        try:
+            addrs = self._insert(plan)
+        except OutOfBlocks:
+            self.figures.add(failed_saves=1)
+            return None
+        except PeerLost as error:
+            self._lose(error)
+            return None
+        if not len(addrs):
+            return None
         self._last += 1
-        addressed = replace(plan, number=self._last, target=target)
-        self._saves[self._last] = _Save(addressed, self._workers)
-        return replace(addressed, tokens=_NO_TOKENS)
+        self._saves[self._last] = _Save(addrs, self._workers)
+        return replace(plan, number=self._last, target=block_ids(addrs), tokens=_NO_TOKENS)
+
+    def _insert(self, plan: SavePlan) -> npt.NDArray[np.uint64]:
+        """Caches what is not cached of a prompt, in blocks that are to be filled. Returns these."""
+        namespace = self._name(plan.namespace)
+        with self.pool.match(plan.tokens, namespace) as hit:
+            missing = len(plan.blocks) - hit.tokens // self._block_tokens
+            if not missing:
+                return hit.addrs[:0]
+            addrs = self.pool.alloc(missing, medium=DRAM)
+            self.pool.insert(plan.tokens, np.concatenate([hit.addrs, addrs]), namespace, filled=False).close()
+        return addrs
+
+    def _saved(self, save: _Save, failed: bool) -> None:
+        """Some workers have ended a save, and one of them may have failed."""
+        if failed and not save.failed:
+            save.failed = True
+            self.pool.forget(save.addrs)
+        if save.workers <= 0:
+            self.pool.filled(save.addrs)
+            if save.failed:
+                self._emptied.update(block_ids(save.addrs).tolist())
 
     def _name(self, namespace: str) -> str:
         return f"{self._epoch}:{namespace}"
 
-    def _sound(self, hit: _core.Match) -> int:
-        """The tokens of a match before the first block that some worker could not save."""
-        if self._doomed:
-            wrong = np.concatenate([plan.target for plan in self._doomed.values() if plan.target is not None])
-            found = np.flatnonzero(np.isin(hit.addrs, wrong.astype(np.uint64)))
-            if len(found):
-                return int(found[0]) * self._block_tokens
-        return hit.tokens
-
-    def _forget_doomed(self) -> None:
-        self._doomed = {number: plan for number, plan in self._doomed.items() if not self._forget(plan)}
-
-    def _forget(self, plan: SavePlan) -> bool:
-        """Drops what was to be saved, and what continues it. False while it is in use."""
-        assert plan.target is not None
-        before = len(plan.blocks) - len(plan.target)
-        prefix = plan.tokens[: before * self._block_tokens]
-        with self.index.match(plan.tokens, plan.namespace) as hit:
-            kept, there = hit.addrs[:before], hit.addrs[before:]
-        if not np.isin(there, plan.target.astype(np.uint64)).any():
-            return True  # it was dropped meanwhile, and what is cached now was saved anew
-        try:
-            gone = self.index.delete(plan.tokens, plan.namespace, descendants=True)
-        except StateError:
-            return False
-        if np.isin(kept, gone).any():  # nothing else begins with the prefix
-            self.index.insert(prefix[: len(kept) * self._block_tokens], kept, plan.namespace).close()
-        self._free += np.setdiff1d(gone, kept).astype(np.int64).tolist()
-        return True
-
-    def _evict(self, blocks: int) -> None:
-        self._free += self.index.evict(blocks).astype(np.int64).tolist()
+    def _lose(self, error: PeerLost) -> None:
+        if not self._lost:
+            _log.warning("a worker is lost to the cache, and all is computed from now on: %s", error)
+        self._lost = True

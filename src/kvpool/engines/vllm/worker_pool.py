@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -10,16 +11,24 @@ import numpy.typing as npt
 
 from kvpool import _core
 from kvpool.engines.vllm.engine_pool import EnginePool, wait_for
-from kvpool.engines.vllm.plans import LoadPlan, SavePlan, WorkerReport
-from kvpool.errors import StateError
+from kvpool.engines.vllm.plans import LoadPlan, SavePlan, StepPlan, WorkerReport
+from kvpool.errors import Error, StateError
 from kvpool.pool import Pool
+from kvpool.ranks import RankArena
 from kvpool.types import DRAM, block_ids
 
 __all__ = ["WorkerPool"]
 
+_log = logging.getLogger("kvpool.engines.vllm")
+
+_JOIN_SECONDS = 5.0  # the scheduler answers at once, or is on another host
+
 
 class WorkerPool(EnginePool):
     """The worker's side of EnginePool, for plans of a SchedulerIndex. It caches nothing by itself.
+
+    Its memory is that of a rank of the scheduler's pool, as soon as a plan brings the ticket. What it copies before is
+    the same: the scheduler names no block that a peer writes or may read.
 
     Attributes:
         damaged: Numbers of blocks of DRAM that do not hold what the scheduler believes, until another save fills them.
@@ -32,17 +41,32 @@ class WorkerPool(EnginePool):
         self._dram = np.empty_like(dram)
         self._dram[block_ids(dram)] = dram
         self.damaged: set[int] = set()
+        self._rank: RankArena | None = None
         self._report = WorkerReport()
 
-    def restored(self, blocks: set[int]) -> None:
-        """The step computes these blocks anew, after a load into them has failed."""
-        self.suspects -= blocks
+    def begin_step(self, plan: StepPlan, worker: int) -> None:
+        """What the plan says before anything is copied.
+
+        Args:
+            plan: Of the step.
+            worker: The number of this one.
+        """
+        self.suspects -= plan.restored
+        self.damaged -= plan.emptied
+        if worker in plan.tickets:
+            self._join(plan.tickets[worker])
 
     def take_report(self) -> WorkerReport:
         """What has ended since the last call."""
         self._reap_saves()
         report, self._report = self._report, WorkerReport()
         return report
+
+    def close(self) -> None:
+        """As EnginePool.close. Peers end their writes first."""
+        if self._rank is not None:
+            self._rank.close()
+        super().close()
 
     def begin_save(self, plan: SavePlan) -> None:
         """As EnginePool.begin_save. Earlier saves to the same blocks of DRAM end first.
@@ -54,6 +78,13 @@ class WorkerPool(EnginePool):
         super().begin_save(plan)
 
     # ----
+
+    def _join(self, ticket: str) -> None:
+        """Gives the scheduler's peers access to the blocks. Without it, they are cached all the same."""
+        try:
+            self._rank = RankArena.join(ticket, memory=self.pool, timeout=_JOIN_SECONDS)
+        except Error as error:
+            _log.warning("this worker's blocks cannot be reached by other engines: %s", error)
 
     def _source(self, plan: LoadPlan) -> tuple[_core.Match | None, npt.NDArray[np.uint64]]:
         if plan.source is None:
