@@ -103,7 +103,7 @@ def test_the_example_finds_its_prompt_again(engine: Engine, folder: Path) -> Non
     engine.close()  # the machine is small
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "sglang_linker.py"), str(folder / "model"), "--cpu"],
-        cwd=folder, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=170, check=False,
+        cwd=folder, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     lines = done.stdout.splitlines()
