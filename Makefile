@@ -237,14 +237,26 @@ $(VLLM_VENV)/done: Makefile
 	$$in uninstall --quiet -y torchvision torchaudio torchcodec; then touch $@; \
 	else echo "$(VLLM) cannot be installed for $$($(PYTHON) --version): its tests are skipped" >&2; fi
 
+# SGLang wants packages of a GPU: what its engine needs on a CPU is installed without them.
+SGLANG_VENV := .venv-sglang
+SGLANG_TESTS := tests/engines/sglang
+$(SGLANG_VENV)/done: Makefile $(SGLANG_TESTS)/requirements.txt
+	$(call say,SGLang in $(SGLANG_VENV))
+	@if $(PYTHON) -m venv $(SGLANG_VENV) && in="$(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check" && \
+	$$in install --quiet "$(TORCH)" pytest pytest-timeout && $$in install --quiet --no-deps -r $(SGLANG_TESTS)/requirements.txt; then touch $@; \
+	else echo "SGLang cannot be installed for $$($(PYTHON) --version): its tests are skipped" >&2; fi
+
 # A process an engine, which takes most of the time to start.
 .PHONY: test-engines
-test-engines: $(DONE)/module-tests $(DONE)/package-dev $(VLLM_VENV)/done ## tests with inference engines, each in its own environment
+test-engines: $(DONE)/module-tests $(DONE)/package-dev $(VLLM_VENV)/done $(SGLANG_VENV)/done ## tests with inference engines, each in its own environment
 	$(call say,Tests with inference engines)
 	@mkdir -p $(REPORTS)
-	@$(BIN)/python -m pytest -q tests/engines --ignore tests/engines/transformers --junitxml=$(REPORTS)/engines.xml
+	@$(BIN)/python -m pytest -q tests/engines --ignore tests/engines/transformers --ignore $(SGLANG_TESTS) --junitxml=$(REPORTS)/engines.xml
 	@if test -e $(VLLM_VENV)/done; then PYTHONPATH=src HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m pytest -q --noconftest \
 	-p no:cacheprovider tests/engines/transformers --junitxml=$(REPORTS)/engines-transformers.xml; fi
+	@if test -e $(SGLANG_VENV)/done; then PYTHONPATH=src:$(SGLANG_TESTS)/cpu SGLANG_USE_CPU_ENGINE=1 TORCHDYNAMO_DISABLE=1 \
+	HF_HUB_OFFLINE=1 $(SGLANG_VENV)/bin/python -m pytest -q --noconftest -o filterwarnings= -p no:cacheprovider $(SGLANG_TESTS) \
+	--junitxml=$(REPORTS)/engines-sglang.xml; fi
 
 # tsan has the tests whose files start threads or use an executor; tsan-all has all.
 .PHONY: build/asan build/tsan build/tsan-all
@@ -421,5 +433,5 @@ build/tidy/%.done: %.cpp .clang-tidy bindings/.clang-tidy $(shell find cpp bindi
 .PHONY: clean
 clean: ## remove what was built, but not .venv
 	@rm -rf build dist src/*.egg-info src/kvpool/_core*.so $(DONE)/module* $(DONE)/package*
-	@find . -name __pycache__ -not -path './$(VENV)/*' -not -path './$(VLLM_VENV)/*' -prune -exec rm -rf {} +
+	@find . -name __pycache__ -not -path './$(VENV)/*' -not -path './$(VLLM_VENV)/*' -not -path './$(SGLANG_VENV)/*' -prune -exec rm -rf {} +
 	@rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -11,7 +11,14 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 CPP_RUNS = ("cpp-plain", "cpp-asan", "cpp-tsan")
-PYTHON_REPORTS = ("python.xml", "python-waiting.xml", "python-alone.xml", "engines.xml", "engines-transformers.xml")
+PYTHON_REPORTS = (
+    "python.xml",
+    "python-waiting.xml",
+    "python-alone.xml",
+    "engines.xml",
+    "engines-transformers.xml",
+    "engines-sglang.xml",
+)
 
 Counts = tuple[int, int, int]  # passed, failed, skipped
 

@@ -95,7 +95,14 @@ def test_a_test_with_an_address_in_its_name_is_refused(tmp_path):
 CPP = "shard {} of 2: {} of 9 test cases\n[doctest] test cases:  {} |  {} passed | {} failed | 0 skipped\n"
 PYTHON = '<testsuites><testsuite errors="0" failures="{}" skipped="2" tests="9"></testsuite></testsuites>'
 CPP_REPORTS = [f"cpp-{name}-{part}of2.txt" for name in ("plain", "asan", "tsan") for part in (1, 2)]
-PYTHON_REPORTS = ["python.xml", "python-waiting.xml", "python-alone.xml", "engines.xml", "engines-transformers.xml"]
+PYTHON_REPORTS = [
+    "python.xml",
+    "python-waiting.xml",
+    "python-alone.xml",
+    "engines.xml",
+    "engines-transformers.xml",
+    "engines-sglang.xml",
+]
 
 
 @pytest.fixture
@@ -114,12 +121,12 @@ def summary(folder):
 
 
 def test_the_summary_adds_up_all_reports(reports):
-    assert summary(reports) == (0, "62 passed, 0 failed, 10 skipped", "")
+    assert summary(reports) == (0, "69 passed, 0 failed, 12 skipped", "")
 
 
 def test_the_summary_fails_with_a_failed_test(reports):
     (reports / "python.xml").write_text(PYTHON.format(1))
-    assert summary(reports)[:2] == (1, "61 passed, 1 failed, 10 skipped")
+    assert summary(reports)[:2] == (1, "68 passed, 1 failed, 12 skipped")
 
 
 @pytest.mark.parametrize("name", [*CPP_REPORTS, *PYTHON_REPORTS])

@@ -27,10 +27,14 @@ def test_make_test_builds_the_cpp_tests_for_the_two_sanitizers_alone():
 def test_make_test_runs_the_engines_in_their_own_environment():
     assert makefile("TEST_STEPS").split()[-1] == "test-engines"
     recipe = recipe_of("test-engines")
-    assert "pytest -q tests/engines --ignore tests/engines/transformers --junitxml=$(REPORTS)/engines.xml" in recipe
+    others = "--ignore tests/engines/transformers --ignore $(SGLANG_TESTS)"
+    assert f"pytest -q tests/engines {others} --junitxml=$(REPORTS)/engines.xml" in recipe
     assert "tests/engines/transformers --junitxml=$(REPORTS)/engines-transformers.xml" in recipe
+    assert re.search(r"\$\(SGLANG_TESTS\) \\?\s*--junitxml=\$\(REPORTS\)/engines-sglang.xml", recipe)
     assert "PYTEST_ARGS" not in recipe  # it names tests of the other calls
     assert re.search(r"^test-engines:.*\$\(VLLM_VENV\)/done", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert re.search(r"^test-engines:.*\$\(SGLANG_VENV\)/done", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert "--no-deps -r $(SGLANG_TESTS)/requirements.txt" in recipe_of(re.escape("$(SGLANG_VENV)/done"))
     install = recipe_of(re.escape("$(VLLM_VENV)/done"))
     unwanted = "uninstall --quiet -y torchvision torchaudio torchcodec"
     for needed in ('install --quiet "$(TORCH)"', '"$(VLLM)" "$(TRANSFORMERS)" xxhash pytest', unwanted):

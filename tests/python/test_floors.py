@@ -77,6 +77,7 @@ PYTHON_EXTRAS = {
     "observe/rebalancing_metrics.py": {"prometheus_client"},
     "observe/events": {"msgpack", "zmq"},
     "engines/vllm": {"prometheus_client", "torch", "vllm"},
+    "engines/sglang": {"sglang", "torch"},
     "engines/transformers": {"torch", "transformers"},
     "cli/sim_show.py": {"matplotlib", "rich"},
     "cli/top.py": {"rich"},
