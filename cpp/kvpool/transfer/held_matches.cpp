@@ -15,7 +15,7 @@ constexpr std::int64_t kRetryAfterUs = 10'000;
 // What the peer gets to know of a prompt. An answer has no more blocks than one fetch may ask for.
 CachedPrefix find(BlockHost& blocks, const MatchBody& body) {
   const std::size_t tokens_max = kAddressesMax * blocks.layout().block_tokens;
-  return blocks.match(body.name_space, std::span(body.tokens).first(std::min(body.tokens.size(), tokens_max)));
+  return blocks.match(body.name_space, body.tokens.first(std::min(body.tokens.size(), tokens_max)));
 }
 
 }  // namespace

@@ -42,8 +42,8 @@ void PromptFetch::start() {
     return end_cached(lock, std::move(here_.addresses));
   }
   // The peer holds what it finds for as long as this may take. Its own limit is longer than it takes to ask for it.
-  const MatchBody body{static_cast<std::uint32_t>(std::min<std::uint64_t>(lifetime_ms(), UINT32_MAX)),
-                       request_.name_space, request_.tokens};
+  const MatchBody body{static_cast<std::uint32_t>(std::min<std::uint64_t>(lifetime_ms(), UINT32_MAX)), request_.tokens,
+                       request_.name_space};
   Bytes message = write_body(body);
   ask([&] { session_->calls().send(kMatchVerb, id_, std::move(message), deadline_ns_); });
 }
