@@ -26,7 +26,7 @@ void HeldMatches::on_match(ServedCall& call, const MatchBody& body) {
   const std::int64_t hold_ms =
       std::min<std::int64_t>(body.hold_ms, std::max<std::int64_t>(host_.limits().reserve_max_ns / kNsPerMs, 1));
   MatchedBody answer{static_cast<std::uint32_t>(hold_ms), std::move(found.addresses)};
-  const Bytes bytes = write_body(answer);
+  Bytes bytes = write_body(answer);  // what can fail comes before the hold
   if (!answer.addresses.empty()) {
     const std::int64_t deadline_ns = host_.now_ns() + hold_ms * kNsPerMs;
     host_.tick_by(deadline_ns);
