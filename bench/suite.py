@@ -32,6 +32,7 @@ BENCHES = {
     "attention": "bench.attention.decode",
     "attention-peers": "bench.attention.peers",
     "transfer": "bench.transfer.speed",
+    "remote-match": "bench.transfer.remote_match",
     "faults": "bench.faults.survive",
     "cluster": "bench.cluster.fanout",
     "fig8": "bench.memserve.fig8",

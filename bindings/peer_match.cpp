@@ -37,13 +37,16 @@ MatchHandle match_at(const NodePointer& node, py::handle peer, py::handle tokens
   MatchRequest request;
   request.peer = text_from(peer, "peer");
   request.name_space = name_from(name_space);
-  request.tokens = tokens_from(tokens).copy();
   const std::int64_t now_ns = steady_ns();
   request.hold_ns = deadline_from(hold, node->timeout_ns(), "hold") - now_ns;
   request.deadline_ns = deadline_from(timeout, node->timeout_ns());
+  const Vector<Token> prompt = tokens_to_find(tokens);
+  request.tokens = {prompt.data(), prompt.size()};
+  auto match = std::make_shared<PeerMatch>(request, node->pool().layout().block_tokens);
   Service& service = service_of(*node);
   const GilReleased released;
-  return {node, service.match_at(std::move(request))};
+  service.ask(match);
+  return {node, std::move(match)};
 }
 
 void await_end(const MatchHandle& handle, py::handle timeout) {

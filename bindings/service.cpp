@@ -256,6 +256,7 @@ void bind_service(py::module_& module, PoolClass& pool) {
                 [&](const GivenUp& given_up) { return service.connect(address, {deadline, given_up}, wait); });
           },
           py::arg("address"), py::arg("timeout"), py::arg("wait"))
+      .def("_instance", [](PeerNode& self) { return self.pool().instance(); })
       .def("_begin_peer_events", [](PeerNode& self) { return service_of(self).begin_peer_events(); })
       .def("_next_peer_event", &next_peer_event)
       .def("_end_peer_events", [](PeerNode& self) { service_of(self).end_peer_events(); })

@@ -16,6 +16,7 @@ from tools.planted_cache import CACHE_BUGS
 from tools.planted_engines import ENGINES_BUGS
 from tools.planted_kit import Bug, in_cpp, in_python
 from tools.planted_lending import LENDING_BUGS
+from tools.planted_matches import MATCH_BUGS
 from tools.planted_migration import MIGRATION_BUGS
 from tools.planted_rebalancing import REBALANCING_BUGS
 
@@ -26,6 +27,7 @@ BUGS: Final[tuple[Bug, ...]] = (
     *CACHE_BUGS,
     *ENGINES_BUGS,
     *LENDING_BUGS,
+    *MATCH_BUGS,
     *MIGRATION_BUGS,
     *REBALANCING_BUGS,
     Bug(

@@ -86,6 +86,7 @@ class JoinedPair {
     request.deadline_ns = in_seconds(10);
     return request;
   }
+  // For one statement: the tokens stay the caller's.
   MatchRequest match_request(const std::vector<Token>& tokens, double hold_seconds = 30) const {
     MatchRequest request;
     request.tokens = tokens;

@@ -61,7 +61,9 @@ class ServiceNode final : public Node {
   }
   std::shared_ptr<PeerMatch> match_at(MatchRequest&& request) override {
     request.peer = peer_;
-    return service_.match_at(std::move(request));
+    const auto match = std::make_shared<PeerMatch>(request, pool_->layout().block_tokens);
+    service_.ask(match);
+    return match;
   }
   std::shared_ptr<Transfer> fetch_prompt(PromptFetchRequest&& request) override {
     request.peer = peer_;

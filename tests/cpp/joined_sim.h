@@ -45,7 +45,7 @@ class SimNode final : public Node {
   }
   std::shared_ptr<PeerMatch> match_at(MatchRequest&& request) override {
     request.peer = session_->peer().name;
-    const auto match = std::make_shared<PeerMatch>(std::move(request), pool()->layout().block_tokens);
+    const auto match = std::make_shared<PeerMatch>(request, pool()->layout().block_tokens);
     match->ask(session_);
     return match;
   }

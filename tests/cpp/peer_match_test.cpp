@@ -21,7 +21,7 @@ Addresses cache_prompt(SessionKit& kit, Token id, std::size_t pages, Medium medi
 
 void ask_match(SessionKit& kit, std::uint64_t id, const Tokens& tokens, std::uint32_t hold_ms = 1000,
                const std::string& name_space = "") {
-  kit.ask(kMatchVerb, id, write_body(MatchBody{hold_ms, name_space, tokens}));
+  kit.ask(kMatchVerb, id, write_body(MatchBody{hold_ms, tokens, name_space}));
 }
 
 MatchedBody matched_body(SessionKit& kit) {
@@ -161,7 +161,7 @@ TEST_CASE("a match that runs out of memory is refused, and pins nothing") {
     ++attempts;
     SessionKit kit;
     static_cast<void>(cache_prompt(kit, 1, 3));
-    Message call{FrameKind::kCall, kMatchVerb.number, 1, write_body(MatchBody{1000, "", prompt(1, 3)}), 0};
+    Message call{FrameKind::kCall, kMatchVerb.number, 1, write_body(MatchBody{1000, prompt(1, 3), ""}), 0};
     static_cast<void>(fail([&] { kit.session->on_message(std::move(call)); }));
     const bool answered = !kit.link->sent.empty() && kit.link->sent.back().kind == FrameKind::kAnswer;
     if (!answered) {
@@ -183,7 +183,7 @@ std::shared_ptr<PeerMatch> begin_match(SessionKit& kit, const Tokens& tokens) {
   request.tokens = tokens;
   request.hold_ns = 1000 * kMs;
   request.deadline_ns = kit.host.now + 100 * kMs;
-  auto match = std::make_shared<PeerMatch>(std::move(request), kPage);
+  auto match = std::make_shared<PeerMatch>(request, kPage);
   match->ask(kit.session);
   return match;
 }
@@ -211,7 +211,7 @@ TEST_CASE("a match at a peer asks for whole blocks, and is the peer's addresses 
   tokens.push_back(7);
   const auto match = begin_match(kit, tokens);
   const Message call = kit.take(kMatchVerb);
-  CHECK(read_match(call.body).tokens == prompt(1, 3));
+  CHECK(std::ranges::equal(read_match(call.body).tokens, prompt(1, 3)));
   CHECK(read_match(call.body).hold_ms == 1000);
   CHECK_FALSE(match->done());
   CHECK_FALSE(match->closed());
@@ -309,12 +309,15 @@ TEST_CASE("an answer that no pool of ours gives ends the link") {
 }
 
 TEST_CASE("what does not fit into a message is refused before it is sent") {
+  const Tokens long_prompt((kTokenBytesMax / sizeof(Token) / kPage + 1) * kPage);
+  const std::string long_name(kNamespaceBytesMax + 1, 'n');
   MatchRequest request;
-  request.tokens.resize((kTokenBytesMax / sizeof(Token) / kPage + 1) * kPage);
-  CHECK(code_of([&] { PeerMatch match(std::move(request), kPage); }) == ErrorCode::kArgument);
-  MatchRequest named;
-  named.name_space = std::string(kNamespaceBytesMax + 1, 'n');
-  CHECK(code_of([&] { PeerMatch match(std::move(named), kPage); }) == ErrorCode::kArgument);
+  CHECK_NOTHROW(PeerMatch(request, kPage));
+  request.tokens = long_prompt;
+  CHECK(code_of([&] { PeerMatch match(request, kPage); }) == ErrorCode::kArgument);
+  request.tokens = {};
+  request.name_space = long_name;
+  CHECK(code_of([&] { PeerMatch match(request, kPage); }) == ErrorCode::kArgument);
 }
 
 }  // namespace

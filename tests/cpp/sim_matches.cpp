@@ -24,10 +24,11 @@ void SimWorld::match_at(Member& member) {
   matched.prompt = static_cast<Token>(dice.below(kPrompts));
   MatchRequest request;
   request.peer = peering->session->peer().name;
-  request.tokens = prompt(matched.prompt, kPromptPages);
+  const Tokens tokens = prompt(matched.prompt, kPromptPages);
+  request.tokens = tokens;
   request.hold_ns = dice.between(0, 150 * kMs);
   request.deadline_ns = draw_deadline();
-  matched.match = std::make_shared<PeerMatch>(std::move(request), kPage);
+  matched.match = std::make_shared<PeerMatch>(request, kPage);
   clock_.log("match", static_cast<std::uint64_t>(matched.prompt), peering->other->process->actor());
   count("matches");
   try {

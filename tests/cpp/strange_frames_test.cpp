@@ -287,7 +287,7 @@ class Inventor {
       case kMatchVerb.number: {
         Tokens tokens = prompt(static_cast<Token>(dice_.below(9)), 1 + dice_.below(3));
         if (dice_.one_in(4)) tokens.pop_back();
-        return write_body(MatchBody{static_cast<std::uint32_t>(dice_.any()), "", std::move(tokens)});
+        return write_body(MatchBody{static_cast<std::uint32_t>(dice_.any()), tokens, ""});
       }
       case kFetchVerb.number: {
         FetchBody body;

@@ -162,7 +162,7 @@ Bytes sample_body(std::uint32_t kind) {
     case 5:
       return write_addresses(addresses);
     case 6:
-      return write_body(MatchBody{30000, "tenant", {1, -2, 3}});
+      return write_body(MatchBody{30000, std::vector<Token>{1, -2, 3}, "tenant"});
     case 7:
       return write_body(MatchedBody{30000, addresses});
     default:

@@ -35,6 +35,8 @@ verbs = {
     "transfer_batch": lambda: pool.batch.transfer([kvpool.TransferSpec("there", addrs)]),
     "open_transfer": lambda: pool.transfer("there", addrs, layerwise=True),
     "fetch": lambda: pool.fetch("there", lent),
+    "fetch_with_insert": lambda: pool.fetch_with_insert("there", prompt(2)),
+    "match at a peer": lambda: pool.peers.match("there", prompt(1)),
     "explain_match": lambda: pool.explain_match(prompt(1)),
     "tensor": lambda: pool.tensor(HBM),
     "tensor, of DRAM": lambda: pool.tensor(DRAM),

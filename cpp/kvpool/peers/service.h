@@ -108,10 +108,10 @@ class Service final : private SessionHost {
   // Brings what a peer has cached of a prompt, and this pool has not, into the index: addresses() of the handle are
   // where the whole of it lies then. All of it, or nothing.
   std::shared_ptr<Transfer> fetch_prompt(PromptFetchRequest&& request, const GivenUp& given_up = {});
-  // Asks a peer which blocks of a prompt it has cached, and to hold them. Never waits: if the peer is a member of the
-  // cluster that is not connected yet, another thread connects. What goes wrong later is the handle's error, as is
-  // kPeerLost. Throws kArgument, kClosed.
-  std::shared_ptr<PeerMatch> match_at(MatchRequest&& request);  // service_match.cpp
+  // Asks the peer of a match, which has not been asked. Never waits: if the peer is a member of the cluster that is not
+  // connected yet, another thread connects. What goes wrong is the match's error, as is kPeerLost. Throws kClosed,
+  // kFenced; then nobody was asked.
+  void ask(const std::shared_ptr<PeerMatch>& match);  // service_match.cpp
 
   // The session with the one peer that owns all these blocks. Connects to a member of the cluster first, if necessary.
   // Throws kArgument unless they have one owner, kPeerLost, kFenced, kClosed, kCancelled.

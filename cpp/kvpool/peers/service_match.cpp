@@ -3,31 +3,26 @@
 
 #include "kvpool/base/failure.h"
 #include "kvpool/peers/service.h"
-#include "kvpool/pool/pool.h"
 
 namespace kvpool {
 
 // Several questions of one call are all asked before anyone waits: so connecting, which may take long, is left to
 // threads that wait for peers, one for each question.
-std::shared_ptr<PeerMatch> Service::match_at(MatchRequest&& request) {
-  const std::int64_t until_ns = request.deadline_ns;
-  const auto match = std::make_shared<PeerMatch>(std::move(request), pool_.layout().block_tokens);
-  const auto ask = [match](const std::shared_ptr<Session>& session) {
+void Service::ask(const std::shared_ptr<PeerMatch>& match) {
+  const auto ask_by = [match](const std::shared_ptr<Session>& session) {
     if (const auto failure = failure_of([&] { match->ask(session); })) match->fail(*failure);
   };
   const std::shared_ptr<Session> connected = table_.find(match->peer());
   if (connected != nullptr && !connected->lost()) [[likely]] {
-    ask(connected);
-    return match;
+    return ask_by(connected);
   }
-  waits_.run(match.get(), Priority::kDecode, [this, match, ask, until_ns] {
+  waits_.run(match.get(), Priority::kDecode, [this, match, ask_by] {
     const auto given_up = [&] { return match->done(); };
     std::shared_ptr<Session> session;
-    const auto failure = failure_of([&] { session = caller_->reach(match->peer(), until_ns, given_up); });
+    const auto failure = failure_of([&] { session = caller_->reach(match->peer(), match->deadline_ns(), given_up); });
     if (failure) return match->fail(*failure);
-    ask(session);
+    ask_by(session);
   });
-  return match;
 }
 
 std::shared_ptr<Transfer> Service::fetch_prompt(PromptFetchRequest&& request, const GivenUp& given_up) {

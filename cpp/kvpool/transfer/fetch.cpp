@@ -38,12 +38,17 @@ Fetch::Fetch(std::shared_ptr<Session> session, std::uint64_t id, const FetchRequ
   }
   for (std::size_t i = 0; i < from_.size(); ++i) {
     if (instance_of(from_[i]) == session_->peer().instance) continue;
-    throw Error(ErrorCode::kNotOwner,
-                "address " + std::to_string(from_[i]) + " (position " + std::to_string(i) + ") is not of peer " +
-                    session_->peer().name,
-                {{"address", static_cast<std::int64_t>(from_[i])},
-                 {"position", static_cast<std::int64_t>(i)},
-                 {"instance", instance_of(from_[i])}});
+    const bool early = instance_of(from_[i]) == 0;
+    throw Error(
+        ErrorCode::kNotOwner,
+        "address " + std::to_string(from_[i]) + " (position " + std::to_string(i) + ") is not of peer " +
+            session_->peer().name +
+            (early ? ": it names no instance, because its pool gave it out before it had peers; Peers.addresses "
+                     "of that pool gives the one that others may use"
+                   : ""),
+        {{"address", static_cast<std::int64_t>(from_[i])},
+         {"position", static_cast<std::int64_t>(i)},
+         {"instance", instance_of(from_[i])}});
   }
   room_ = Receiver::quarantine_room(id_, to_);
   if (taker_ == nullptr) {

@@ -15,7 +15,7 @@ constexpr std::int64_t kRetryAfterUs = 10'000;
 // What the peer gets to know of a prompt. An answer has no more blocks than one fetch may ask for.
 CachedPrefix find(BlockHost& blocks, const MatchBody& body) {
   const std::size_t tokens_max = kAddressesMax * blocks.layout().block_tokens;
-  return blocks.match(body.name_space, std::span(body.tokens).first(std::min(body.tokens.size(), tokens_max)));
+  return blocks.match(body.name_space, body.tokens.first(std::min(body.tokens.size(), tokens_max)));
 }
 
 }  // namespace
@@ -26,7 +26,7 @@ void HeldMatches::on_match(ServedCall& call, const MatchBody& body) {
   const std::int64_t hold_ms =
       std::min<std::int64_t>(body.hold_ms, std::max<std::int64_t>(host_.limits().reserve_max_ns / kNsPerMs, 1));
   MatchedBody answer{static_cast<std::uint32_t>(hold_ms), std::move(found.addresses)};
-  const Bytes bytes = write_body(answer);
+  Bytes bytes = write_body(answer);  // what can fail comes before the hold
   if (!answer.addresses.empty()) {
     const std::int64_t deadline_ns = host_.now_ns() + hold_ms * kNsPerMs;
     host_.tick_by(deadline_ns);

@@ -177,7 +177,7 @@ FetchBody read_fetch(std::span<const std::byte> bytes) {
 Bytes write_body(const MatchBody& body) {
   Bytes out;
   out.reserve(16 + body.name_space.size() + body.tokens.size() * sizeof(Token));
-  WireWriter(out).number(body.hold_ms).text(body.name_space).array(std::span<const Token>(body.tokens));
+  WireWriter(out).number(body.hold_ms).array(body.tokens).text(body.name_space);
   return out;
 }
 
@@ -185,8 +185,13 @@ MatchBody read_match(std::span<const std::byte> bytes) {
   WireReader in(bytes);
   MatchBody body;
   body.hold_ms = in.number<std::uint32_t>();
-  body.name_space = in.text(kNamespaceBytesMax);
-  body.tokens = read_tokens(in);
+  const auto count = in.number<std::uint32_t>();
+  if (count > kTokenBytesMax / sizeof(Token)) malformed(std::to_string(count) + " tokens");
+  const std::span<const std::byte> tokens = in.take(count * sizeof(Token));
+  static_assert(sizeof(body.hold_ms) + sizeof(count) == 2 * alignof(Token));  // so they lie aligned in an aligned body
+  body.tokens = {reinterpret_cast<const Token*>(tokens.data()), count};
+  const std::span<const std::byte> name = in.blob(kNamespaceBytesMax);
+  body.name_space = {reinterpret_cast<const char*>(name.data()), name.size()};
   in.finish();
   return body;
 }

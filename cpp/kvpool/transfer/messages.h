@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "kvpool/base/address.h"
@@ -56,10 +57,11 @@ struct FetchBody {
   std::vector<Address> to;    // of the caller, reserved for the owner
 };
 
+// Reads and writes the memory of others: a prompt may be long, and is read once.
 struct MatchBody {
   std::uint32_t hold_ms = 0;  // how long the caller wants the blocks held
-  std::string name_space;
-  std::vector<Token> tokens;
+  std::span<const Token> tokens;
+  std::string_view name_space;
 };
 
 struct MatchedBody {
@@ -88,7 +90,7 @@ ReserveBody read_reserve(std::span<const std::byte> bytes);
 ReservedBody read_reserved(std::span<const std::byte> bytes);
 CompleteBody read_complete(std::span<const std::byte> bytes);
 FetchBody read_fetch(std::span<const std::byte> bytes);
-MatchBody read_match(std::span<const std::byte> bytes);
+MatchBody read_match(std::span<const std::byte> bytes);  // as long as the bytes are there, which are aligned for Token
 MatchedBody read_matched(std::span<const std::byte> bytes);
 std::vector<Address> read_addresses(std::span<const std::byte> bytes);
 Error read_error(std::span<const std::byte> bytes);

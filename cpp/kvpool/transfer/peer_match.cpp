@@ -18,15 +18,18 @@ std::uint32_t milliseconds(std::int64_t ns) noexcept {
 
 }  // namespace
 
-PeerMatch::PeerMatch(MatchRequest&& request, std::size_t block_tokens)
-    : request_(std::move(request)), made_in_(fork_generation()) {
-  std::vector<Token>& tokens = request_.tokens;
-  pages_ = tokens.size() / block_tokens;
-  tokens.resize(pages_ * block_tokens);
-  if (tokens.size() * sizeof(Token) <= kTokenBytesMax && request_.name_space.size() <= kNamespaceBytesMax) return;
-  throw Error(ErrorCode::kArgument, "too many tokens, or too long a namespace, for one match at a peer",
-              {{"tokens", static_cast<std::int64_t>(tokens.size())},
-               {"maximum", static_cast<std::int64_t>(kTokenBytesMax / sizeof(Token))}});
+PeerMatch::PeerMatch(const MatchRequest& request, std::size_t block_tokens)
+    : peer_(request.peer),
+      deadline_ns_(request.deadline_ns),
+      pages_(request.tokens.size() / block_tokens),
+      made_in_(fork_generation()) {
+  const std::span<const Token> tokens = request.tokens.first(pages_ * block_tokens);
+  if (tokens.size_bytes() > kTokenBytesMax || request.name_space.size() > kNamespaceBytesMax) {
+    throw Error(ErrorCode::kArgument, "too many tokens, or too long a namespace, for one match at a peer",
+                {{"tokens", static_cast<std::int64_t>(tokens.size())},
+                 {"maximum", static_cast<std::int64_t>(kTokenBytesMax / sizeof(Token))}});
+  }
+  message_ = write_body(MatchBody{milliseconds(request.hold_ns), tokens, request.name_space});
 }
 
 PeerMatch::~PeerMatch() { close(); }
@@ -38,8 +41,6 @@ std::shared_ptr<Session> PeerMatch::session() const noexcept {
 
 // The answer may come to nobody: then it is this callback that lets go of the blocks.
 void PeerMatch::ask(std::shared_ptr<Session> session) {
-  MatchBody body{milliseconds(request_.hold_ns), request_.name_space, std::move(request_.tokens)};
-  const Bytes bytes = write_body(body);
   PeerCalls& calls = session->calls();
   const std::uint64_t id = calls.next_id();
   {
@@ -49,7 +50,7 @@ void PeerMatch::ask(std::shared_ptr<Session> session) {
     id_ = id;
     asked_ns_ = session->host().now_ns();
   }
-  calls.begin(kMatchVerb, id, bytes, request_.deadline_ns,
+  calls.begin(kMatchVerb, id, std::move(message_), deadline_ns_,
               [weak = weak_from_this(), lost = std::weak_ptr(session), id](const Message* answer, const Error* error) {
                 if (const auto match = weak.lock()) return match->on_end(answer, error);
                 const auto open = lost.lock();
@@ -87,7 +88,7 @@ void PeerMatch::take(const Message& answer) {
   MatchedBody body = read_matched(answer.body);
   session()->check_of_peer(body.addresses);
   if (body.addresses.size() > pages_) {
-    throw Error(ErrorCode::kProtocol, "peer " + request_.peer + " has found more blocks than the prompt has");
+    throw Error(ErrorCode::kProtocol, "peer " + peer_ + " has found more blocks than the prompt has");
   }
   const std::lock_guard lock(mutex_);
   if (over_) return;
@@ -139,7 +140,7 @@ void PeerMatch::close() noexcept {
     held = std::exchange(held_until_ns_, 0) != 0 && !found_.empty();
   }
   if (held) let_go();
-  if (asking) finish(Error(ErrorCode::kCancelled, "the match at " + request_.peer + " was closed before its answer"));
+  if (asking) finish(Error(ErrorCode::kCancelled, "the match at " + peer_ + " was closed before its answer"));
 }
 
 }  // namespace kvpool

@@ -12,7 +12,9 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "kvpool/exec/completion.h"
@@ -23,16 +25,17 @@ namespace kvpool {
 
 struct MatchRequest {
   std::string peer;
-  std::string name_space;
-  std::vector<Token> tokens;     // a block that is not whole is ignored
-  std::int64_t hold_ns = 0;      // how long the peer is to hold the blocks
-  std::int64_t deadline_ns = 0;  // CLOCK_MONOTONIC: of the answer
+  std::string_view name_space;
+  std::span<const Token> tokens;  // a block that is not whole is ignored
+  std::int64_t hold_ns = 0;       // how long the peer is to hold the blocks
+  std::int64_t deadline_ns = 0;   // CLOCK_MONOTONIC: of the answer
 };
 
 class PeerMatch final : public std::enable_shared_from_this<PeerMatch> {
  public:
-  // `block_tokens`: of this pool, and so of its peers. Throws kArgument for what does not fit into a message.
-  PeerMatch(MatchRequest&& request, std::size_t block_tokens);
+  // `block_tokens`: of this pool, and so of its peers. What the request names is read here, and not later. Throws
+  // kArgument for what does not fit into a message.
+  PeerMatch(const MatchRequest& request, std::size_t block_tokens);
   // Closes it, and waits for nothing.
   ~PeerMatch();
   PeerMatch(const PeerMatch&) = delete;
@@ -57,7 +60,8 @@ class PeerMatch final : public std::enable_shared_from_this<PeerMatch> {
   // The peer may let go of the blocks. A question without an answer ends with kCancelled. Idempotent.
   void close() noexcept;
   int done_fd() { return completion_.descriptor(); }
-  const std::string& peer() const noexcept { return request_.peer; }
+  const std::string& peer() const noexcept { return peer_; }
+  std::int64_t deadline_ns() const noexcept { return deadline_ns_; }
 
  private:
   void on_end(const Message* answer, const Error* error) noexcept;
@@ -66,8 +70,10 @@ class PeerMatch final : public std::enable_shared_from_this<PeerMatch> {
   void finish(std::optional<Error> error) noexcept;
   std::shared_ptr<Session> session() const noexcept;
 
-  MatchRequest request_;
-  std::size_t pages_ = 0;        // of the prompt
+  const std::string peer_;
+  const std::int64_t deadline_ns_;
+  const std::size_t pages_;      // of the prompt
+  Bytes message_;                // until it is sent
   const std::uint32_t made_in_;  // fork generation
   Completion completion_;
   std::vector<Address> found_;  // written before completion_

@@ -42,8 +42,8 @@ void PromptFetch::start() {
     return end_cached(lock, std::move(here_.addresses));
   }
   // The peer holds what it finds for as long as this may take. Its own limit is longer than it takes to ask for it.
-  const MatchBody body{static_cast<std::uint32_t>(std::min<std::uint64_t>(lifetime_ms(), UINT32_MAX)),
-                       request_.name_space, request_.tokens};
+  const MatchBody body{static_cast<std::uint32_t>(std::min<std::uint64_t>(lifetime_ms(), UINT32_MAX)), request_.tokens,
+                       request_.name_space};
   Bytes message = write_body(body);
   ask([&] { session_->calls().send(kMatchVerb, id_, std::move(message), deadline_ns_); });
 }
@@ -98,20 +98,16 @@ void PromptFetch::find_room() noexcept {
   if (failure) fail(*failure);
 }
 
-// False: there is no room yet. Throws when there will be none.
+// False: there is no room yet. Throws when there will be none. What can fail otherwise comes before the reservation.
 bool PromptFetch::reserve(Room room) {
   const std::size_t page = session_->host().blocks().layout().block_tokens;
-  ReserveSpec spec{
-      found_.size(),
-      request_.medium,
-      /*insert=*/true,
-      request_.name_space,
-      {request_.tokens.begin(), request_.tokens.begin() + static_cast<std::ptrdiff_t>(found_.size() * page)}};
-  const Writer writer{session_->peer().incarnation, mark_of(fetch_id_)};
-  std::optional<Reservation> reservation = session_->host().blocks().reserve(spec, writer, room);
-  if (!reservation) return false;
+  const auto tokens = std::span(request_.tokens).first(found_.size() * page);
   delivery_.peer = session_->peer().name;
-  delivery_.spec = std::move(spec);
+  delivery_.spec = {
+      found_.size(), request_.medium, /*insert=*/true, request_.name_space, {tokens.begin(), tokens.end()}};
+  const Writer writer{session_->peer().incarnation, mark_of(fetch_id_)};
+  std::optional<Reservation> reservation = session_->host().blocks().reserve(delivery_.spec, writer, room);
+  if (!reservation) return false;
   on_reserved(std::move(*reservation));
   return true;
 }
@@ -144,13 +140,13 @@ void PromptFetch::on_reserved(Reservation&& reservation) {
 
 void PromptFetch::begin_fetch() {
   const std::vector<Address>& to = delivery_.reservation.addresses;
-  FetchRequest request;
-  request.from.assign(found_.end() - static_cast<std::ptrdiff_t>(to.size()), found_.end());
-  request.to = to;
-  request.priority = request_.priority;
-  request.deadline_ns = deadline_ns_;
   std::shared_ptr<Fetch> begun;
   try {
+    FetchRequest request;
+    request.from.assign(found_.end() - static_cast<std::ptrdiff_t>(to.size()), found_.end());
+    request.to = to;
+    request.priority = request_.priority;
+    request.deadline_ns = deadline_ns_;
     auto self = std::static_pointer_cast<PromptFetch>(shared_from_this());
     begun = std::make_shared<Fetch>(session_, fetch_id_, request, /*frees_on_failure=*/true, std::move(self));
   } catch (...) {

@@ -238,8 +238,8 @@ void Session::serve_verbs() {
   serve(kFetchVerb, read_fetch, [this](const CallPointer& call, FetchBody&& body) { on_fetch(call, std::move(body)); });
   serve(kRecallVerb, read_addresses,
         [this](const CallPointer& call, const std::vector<Address>& addresses) { on_recall(call, addresses); });
-  serve(kMatchVerb, read_match,
-        [this](const CallPointer& call, const MatchBody& body) { matches_->on_match(*call, body); });
+  calls_->serve(kMatchVerb, PeerCalls::Runs::kHere,
+                [this](const CallPointer& call, Bytes&& request) { matches_->on_match(*call, read_match(request)); });
   calls_->serve(kUnmatchVerb, PeerCalls::Runs::kHere,
                 [this](const CallPointer& call, Bytes&& /*request*/) { matches_->on_unmatch(*call); });
   calls_->serve(kAbandonVerb, PeerCalls::Runs::kHere,

@@ -8,15 +8,17 @@ from collections.abc import Callable, Iterator
 from typing import Final, TypeAlias, overload
 
 import numpy as np
+import numpy.typing as npt
 
 from kvpool import _core
 from kvpool.arguments import flag_from, int_from
-from kvpool.errors import ArgumentError
+from kvpool.errors import ArgumentError, StateError
 from kvpool.peers.callback import PeerCallback, PeerEvent, RecallResult
 from kvpool.peers.info import PeerInfo
 from kvpool.peers.service import NetworkedPool
 from kvpool.transfer.peer_match import PeerMatch, names_of, wait_for_all
 from kvpool.types import TokenVector, TransferTotals
+from kvpool.types.addresses import AddressLike, with_instance
 
 __all__ = ["Peers"]
 
@@ -243,6 +245,29 @@ class Peers:
         """A PeerInfo of each connected peer. Members of a cluster connect when a verb first names them."""
         pool = self._pool
         return [PeerInfo.of(facts) for facts in pool._peers()] if pool._name() is not None else []
+
+    def addresses(self, addrs: AddressLike) -> npt.NDArray[np.uint64]:
+        """Addresses of this pool's blocks as peers may use them.
+
+        What a pool gave out before its first listen, connect or attach names no instance: it stays valid here, and
+        peers refuse it (NotOwner). What it gives out later is returned as it is. Whether a block is still at its
+        address is not checked: who uses it learns that.
+
+        Args:
+            addrs: Addresses of this pool.
+
+        Returns:
+            As many addresses.
+
+        Raises:
+            NotOwner: An address is of another instance.
+            StateError: The pool has no peers yet.
+            ArgumentError, ArgumentTypeError: These are no addresses.
+        """
+        pool = self._pool
+        if pool._name() is None:
+            raise StateError("this pool has no peers yet: call listen, connect or attach first")
+        return with_instance(addrs, pool._instance())
 
     def totals(self) -> dict[str, TransferTotals]:
         """Counts the outcomes of transfers that this pool has begun: "send" (transfer and the like) and "fetch".

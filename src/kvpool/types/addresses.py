@@ -20,10 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.arguments import int_from, shown
-from kvpool.errors import ArgumentError, ArgumentTypeError
+from kvpool.errors import ArgumentError, ArgumentTypeError, NotOwner
 from kvpool.types.medium import Medium
 
-__all__ = ["Address", "AddressLike", "block_ids", "decode_address", "instances", "media"]
+__all__ = ["Address", "AddressLike", "block_ids", "decode_address", "instances", "media", "with_instance"]
 
 _BLOCK_BITS: Final = 24
 _ADDRESSES_MAX: Final = 1 << 28  # in one call; an array can claim any number, with a stride of 0
@@ -83,6 +83,29 @@ def instances(addresses: AddressLike) -> npt.NDArray[np.int64]:
     array_ = _address_array(addresses)
     _media_checked(array_)
     return (array_ >> np.uint64(_INSTANCE_SHIFT)).astype(np.int64)
+
+
+def with_instance(addresses: AddressLike, instance: int) -> npt.NDArray[np.uint64]:
+    """Addresses of one pool with its instance, also those that it gave out before it had one.
+
+    Raises:
+        NotOwner: An address is of another instance.
+        ArgumentError: A number cannot be an address.
+        ArgumentTypeError: Not an array of unsigned integers or a sequence of ints.
+    """
+    array_ = _address_array(addresses)
+    _media_checked(array_)
+    named = array_ >> np.uint64(_INSTANCE_SHIFT)
+    others = (named != 0) & (named != instance)
+    if others.any():
+        at = int(others.argmax())
+        raise NotOwner(
+            f"address {int(array_[at])} (position {at}) is of instance {int(named[at])}, and this pool is {instance}",
+            address=int(array_[at]),
+            position=at,
+            instance=int(named[at]),
+        )
+    return array_ | np.uint64(instance << _INSTANCE_SHIFT)
 
 
 def block_ids(addresses: AddressLike) -> npt.NDArray[np.int64]:

@@ -16,6 +16,9 @@ VERBS = {
     "free": "pool.free(lent)",
     "disconnect": "pool.peers.disconnect(peer)",
     "fetch": "pool.fetch(peer, lent, timeout=600).wait()",
+    "match": "pool.peers.match(peer, prompt(2), timeout=600)",
+    "match at several": "pool.peers.match([peer, peer], prompt(2), timeout=600)",
+    "fetch_with_insert": "pool.fetch_with_insert(peer, prompt(2), timeout=600).wait()",
     "received": "pool.inbox.receive(600)",
 }
 
