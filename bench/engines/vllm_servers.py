@@ -55,7 +55,8 @@ class Server:
             PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", folder / "model", "--port", port,
             "--served-model-name", MODEL, "--skip-tokenizer-init", "--max-model-len", longest, "--enforce-eager",
             "--dtype", "bfloat16", "--block-size", BLOCK, "--num-gpu-blocks-override", blocks,
-            "--enable-prompt-tokens-details",
+            "--enable-prompt-tokens-details", "--distributed-executor-backend",
+            "vllm.v1.executor.uniproc_executor.UniProcExecutor",  # by "uni" vLLM takes another one on a CPU
         ]  # fmt: skip
         if connector is not None:
             transfer = {

@@ -19,6 +19,7 @@ from vllm_process import BLOCK, PYTHON, ROOT, Engine, environment_of
 
 START_S = 240.0  # of a busy machine
 MODEL = "tiny"
+UNI = "vllm.v1.executor.uniproc_executor.UniProcExecutor"  # by "uni" vLLM takes another one on a CPU
 
 
 def free_port() -> int:
@@ -43,7 +44,7 @@ class Server:
             PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", folder / "model", "--served-model-name",
             MODEL, "--skip-tokenizer-init", "--port", port, "--max-model-len", 2048, "--enforce-eager",
             "--block-size", BLOCK, "--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(transfer),
-            "--kv-events-config", json.dumps(published),
+            "--kv-events-config", json.dumps(published), "--distributed-executor-backend", UNI,
         ]  # fmt: skip
         environment = environment_of(folder, own_process=True) | {"OMP_NUM_THREADS": "1"}
         with self.errors.open("w") as errors:

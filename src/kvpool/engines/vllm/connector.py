@@ -370,7 +370,8 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _will_save(self, request: Any, plan: SavePlan) -> None:
         assert self._events is not None
-        self._events.saving(request, plan.namespace, plan)
+        namespace = plan.namespace if self._index is None else self._index.cached_as(plan.namespace)
+        self._events.saving(request, namespace, plan)
 
     def _member(self, pool: Pool, stream: Any) -> MemberPool:
         """The engine's pool as a member of the cluster, which must be before it adopts blocks."""

@@ -84,7 +84,7 @@ class SchedulerIndex:
         """As EnginePool.pin."""
         self.unpin(request_id)
         try:
-            hit = self.pool.match(tokens, self._name(namespace))
+            hit = self.pool.match(tokens, self.cached_as(namespace))
         except PeerLost as error:
             self._lose(error)
             return 0
@@ -139,7 +139,7 @@ class SchedulerIndex:
         """The plan of a step as workers need it: with the numbers of blocks in place of tokens and matches."""
         loads = [self._load(plan) for plan in step.loads]
         saves = [save for plan in step.saves if (save := self._save(plan)) is not None]
-        addressed = StepPlan(loads, saves, step.written, self._restored, self._emptied, self._tickets)
+        addressed = StepPlan(loads, saves, step.written, self._restored, emptied=self._emptied, tickets=self._tickets)
         self._restored, self._emptied, self._tickets = set(), set(), {}
         return addressed
 
@@ -195,7 +195,7 @@ class SchedulerIndex:
 
     def _insert(self, plan: SavePlan) -> npt.NDArray[np.uint64]:
         """Caches what is not cached of a prompt, in blocks that are to be filled. Returns these."""
-        namespace = self._name(plan.namespace)
+        namespace = self.cached_as(plan.namespace)
         with self.pool.match(plan.tokens, namespace) as hit:
             missing = len(plan.blocks) - hit.tokens // self._block_tokens
             if not missing:
@@ -214,8 +214,9 @@ class SchedulerIndex:
             if save.failed:
                 self._emptied.update(block_ids(save.addrs).tolist())
 
-    def _name(self, namespace: str) -> str:
-        return f"{self._epoch}:{namespace}"
+    def cached_as(self, namespace: str) -> str:
+        """The pool's namespace for what has this one in vLLM; another one after each reset."""
+        return f"{self._epoch}:{namespace}" if self._epoch else namespace
 
     def _lose(self, error: PeerLost) -> None:
         if not self._lost:
