@@ -64,7 +64,7 @@ def test_nothing_waits_for_the_workers_to_join():
 def test_a_peer_fetches_what_the_workers_have_saved_when_all_have(engine):
     request = Request("a", prompt(20))
     engine.run(request)
-    with peer_of(engine) as peer, engine.index.pool.match(prompt(16), "0:") as hit:
+    with peer_of(engine) as peer, engine.index.pool.match(prompt(16)) as hit:
         assert hit.tokens == 16
         theirs = name_of_peer(peer)
         with pytest.raises(kvpool.Busy):
@@ -80,7 +80,7 @@ def test_a_worker_loads_what_a_peer_has_sent(engine):
     with peer_of(engine) as peer:
         addrs = peer.alloc(4, medium=DRAM)
         peer.tensor(DRAM).numpy()[kvpool.block_ids(addrs)] = expected(request, 4)
-        peer.transfer_with_insert(name_of_peer(peer), prompt(16), addrs, namespace="0:", medium=DRAM).wait(60)
+        peer.transfer_with_insert(name_of_peer(peer), prompt(16), addrs, medium=DRAM).wait(60)
     assert engine.run(request) == 16  # it checks the content
 
 
@@ -97,7 +97,7 @@ def test_blocks_that_could_not_be_saved_can_be_filled_by_a_peer(engine):
     with peer_of(engine) as peer:
         addrs = peer.alloc(4, medium=DRAM)
         peer.tensor(DRAM).numpy()[kvpool.block_ids(addrs)] = expected(request, 4)
-        peer.transfer_with_insert(name_of_peer(peer), prompt(16), addrs, namespace="0:", medium=DRAM).wait(60)
+        peer.transfer_with_insert(name_of_peer(peer), prompt(16), addrs, medium=DRAM).wait(60)
     assert engine.run(request) == 16
 
 
@@ -107,7 +107,7 @@ def test_what_a_peer_reads_is_not_saved_over(engine):
     engine.run(Request("a", prompt(16)))
     engine.pool.finish_all()
     engine.step({})
-    with engine.index.pool.match(prompt(16), "0:") as hit:
+    with engine.index.pool.match(prompt(16)) as hit:
         assert hit.tokens == 16
         engine.run(Request("b", prompt(16, seed=1)))
         assert engine.take_figures()["failed_saves"] == 1

@@ -38,7 +38,7 @@ class Pools:
 
     def __init__(self, index: SchedulerIndex, pools: list[Any]):
         self._pool, self.workers = index.pool, pools
-        self.explain_match = lambda tokens: self._pool.explain_match(tokens, index._name(""))
+        self.explain_match = lambda tokens: self._pool.explain_match(tokens, index.cached_as(""))
 
     def finish_all(self) -> None:
         for pool in self.workers:
