@@ -35,8 +35,8 @@ class Server:
         self.name = name
         self.errors = folder / f"server-{name}-{os.getpid()}-{id(self):x}.txt"
         self.url = f"http://127.0.0.1:{(port := free_port())}"
-        self.events = f"tcp://127.0.0.1:{free_port()}"
-        published = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": self.events}
+        self.events = f"tcp://127.0.0.1:{(events := free_port())}"
+        published = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{events}"}
         if "cluster" in extra:
             extra |= {"name": name, "url": self.url}
         transfer = {"kv_connector": "KvpoolConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
