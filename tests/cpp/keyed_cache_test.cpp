@@ -5,7 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <functional>
+#include <cstring>
 #include <memory>
 #include <numeric>
 #include <span>
@@ -13,9 +13,11 @@
 #include <thread>
 #include <vector>
 
+#include "device_kit.h"
 #include "keyed_view.h"
 #include "kvpool/base/error.h"
 #include "pool_fixture.h"
+#include "thrown.h"
 
 namespace kvpool::testing {
 namespace {
@@ -23,15 +25,6 @@ namespace {
 using Numbers = std::vector<std::uint64_t>;
 using Bits = std::vector<bool>;
 constexpr std::size_t kBlockBytes = 128;  // two pieces of 64 in HBM
-
-ErrorCode code_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.code();
-  }
-  return ErrorCode::kCancelled;  // of no call here
-}
 
 // Rows of blocks; each byte of a row is made of its number and where it lies.
 std::vector<std::byte> rows_of(const Numbers& numbers) {
@@ -324,6 +317,55 @@ TEST_CASE("threads that save, load and evict see whole blocks, each under its ow
   rig.cache->close();
   CHECK(rig.free_dram() == 12);
 }
+
+#ifdef KVPOOL_FAKE_CUDA
+
+struct GpuRig {
+  GpuRig() {
+    PoolOptions options = small_options(8, 8);
+    options.device = 0;
+    options.pin_dram = true;
+    pool = std::make_shared<Pool>(options);
+    cache = std::make_shared<KeyedCache>(pool, 16, 4);
+  }
+
+  const FakeCuda cuda;
+  std::shared_ptr<Pool> pool;
+  std::shared_ptr<KeyedCache> cache;
+};
+
+TEST_CASE("blocks on a GPU are saved to host memory under keys, and loaded into other blocks") {
+  GpuRig rig;
+  const Addresses from = alloc(*rig.pool, 3);
+  const Addresses into = alloc(*rig.pool, 3);
+  for (std::size_t i = 0; i < 3; ++i) stamp(*rig.pool, from[i], 100 + i);
+  CHECK(rig.cache->save(keys_of({1, 2, 3}, 16).data(), 3, from, {}) == 3);
+  for (const Address address : from) stamp(*rig.pool, address, 7);
+  for (const Address address : into) stamp(*rig.pool, address, 8);
+  CHECK(rig.cache->load(keys_of({3, 1, 9}, 16).data(), 3, into, {}) == 2);
+  CHECK(has_stamp(*rig.pool, into[0], 102));
+  CHECK(has_stamp(*rig.pool, into[1], 100));
+  CHECK(has_stamp(*rig.pool, into[2], 8));
+  std::vector<std::byte> rows(kBlockBytes);
+  CHECK(rig.cache->load_rows(keys_of({2}, 16).data(), 1, rows.data()) == 1);
+  std::uint64_t value = 0;
+  std::memcpy(&value, rows.data(), sizeof value);
+  CHECK(value == 101);
+  rig.cache->audit();
+}
+
+TEST_CASE("a GPU that is lost while a save copies ends it, and the cache gives its blocks back") {
+  GpuRig rig;
+  const Addresses from = alloc(*rig.pool, 3);
+  CHECK(rig.cache->save(keys_of({1}, 16).data(), 1, {from.data(), 1}, {}) == 1);
+  rig.cuda.lose(0, 700);
+  CHECK(code_of([&] { rig.cache->save(keys_of({2, 3}, 16).data(), 2, {from.data() + 1, 2}, {}); }) ==
+        ErrorCode::kDeviceLost);
+  CHECK(code_of([&] { stored_in(*rig.cache, {1}); }) == ErrorCode::kDeviceLost);
+  rig.cache->close();
+}
+
+#endif  // KVPOOL_FAKE_CUDA
 
 }  // namespace
 }  // namespace kvpool::testing

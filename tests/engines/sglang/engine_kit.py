@@ -49,22 +49,23 @@ class Engine:
     Args:
         folder: For the model and the engine's log.
         linker: Its class and module; None: SGLang's own cache alone.
+        tp: How many ranks.
         **extra: ``linker_extra_config``.
     """
 
-    def __init__(self, folder: Path, linker: tuple[str, str] | None, **extra: Any) -> None:
+    def __init__(self, folder: Path, linker: tuple[str, str] | None, tp: int = 1, **extra: Any) -> None:
         self._log = folder / "engine.log"
         answers, theirs = os.pipe()
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [sys.executable, str(HERE / "sglang_driver.py"), str(theirs)],
                 stdin=subprocess.PIPE, stdout=log, stderr=log, text=True, pass_fds=[theirs], start_new_session=True,
-                cwd=folder, env=os.environ | ENVIRONMENT,
+                cwd=folder, env=os.environ | ENVIRONMENT | (_cores(tp) if tp > 1 else {}),
             )  # fmt: skip
         os.close(theirs)
         self._answers = os.fdopen(answers)
         try:
-            self._call("start", model=str(folder / "model"), linker=linker, extra=extra)
+            self._call("start", model=str(folder / "model"), linker=linker, tp=tp, extra=extra)
         except BaseException:
             self._kill()
             raise
@@ -109,6 +110,11 @@ class Engine:
         except ProcessLookupError:
             pass
         self._process.wait()
+
+
+def _cores(ranks: int) -> dict[str, str]:
+    """One for each rank, as SGLang wants them."""
+    return {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, sorted(os.sched_getaffinity(0))[:ranks]))}
 
 
 def prompt(name: int, tokens: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,15 +34,17 @@ class ReachableLinker(KvpoolLinker):
         super()._carry_out(index, loads)
 
     def _obey(self, at: str = "") -> str:
-        if not self._orders.exists():
-            return ""
-        order = self._orders.read_text()
-        if not order.startswith(at) or (not at and order.startswith("before")):
+        """Of several ranks the first that comes obeys."""
+        try:
+            order = self._orders.read_text()
+            if not order.startswith(at) or (not at and order.startswith("before")):
+                return ""
+            self._orders.rename(self._orders.with_suffix(f".{os.getpid()}"))
+        except FileNotFoundError:
             return ""
         order = order.removeprefix(at)
         if order == "poison":
             self._store.pool.tensor(DRAM).numpy()[:] ^= 0x55
         elif order == "lose":
             self._store.pool.close()
-        self._orders.unlink()
         return order

@@ -21,7 +21,7 @@ class Driver:
     def __init__(self) -> None:
         self.engine: Any = None
 
-    def start(self, model: str, linker: list[str] | None, extra: dict[str, Any]) -> dict[str, Any]:
+    def start(self, model: str, linker: list[str] | None, tp: int, extra: dict[str, Any]) -> dict[str, Any]:
         from sglang import Engine
 
         from bench.engines import tiny_llama
@@ -39,7 +39,7 @@ class Driver:
         self.engine = Engine(
             model_path=model, device="cpu", skip_tokenizer_init=True, attention_backend="torch_native",
             max_total_tokens=MAX_TOKENS, disable_cuda_graph=True, mem_fraction_static=0.3, log_level="warning",
-            page_size=PAGE, enable_cache_report=True, chunked_prefill_size=4096, **more,
+            page_size=PAGE, enable_cache_report=True, chunked_prefill_size=4096, tp_size=tp, **more,
         )  # fmt: skip
         return {}
 
@@ -51,6 +51,8 @@ class Driver:
             logprob_start_len=-1,
         )[0]
         meta = out["meta_info"]
+        if meta["finish_reason"]["type"] == "abort":
+            raise RuntimeError(meta["finish_reason"]["message"])
         logprobs = [each[0] for each in meta["output_token_logprobs"]]
         return {"tokens": out["output_ids"], "logprobs": logprobs, "cached": meta["cached_tokens"]}
 
