@@ -32,6 +32,9 @@ _MEDIUM_BITS: Final = 3
 _GENERATION_SHIFT: Final = _BLOCK_BITS
 _MEDIUM_SHIFT: Final = _GENERATION_SHIFT + _GENERATION_BITS
 _INSTANCE_SHIFT: Final = _MEDIUM_SHIFT + _MEDIUM_BITS
+_MEDIUM_MASK: Final = (1 << _MEDIUM_BITS) - 1
+_BLOCK_MASK: Final = np.uint64((1 << _BLOCK_BITS) - 1)
+_PLACE: Final = np.uint64(_MEDIUM_SHIFT)
 
 AddressLike: TypeAlias = npt.NDArray[np.uint64] | Sequence[int]
 
@@ -120,16 +123,10 @@ def block_ids(addresses: AddressLike) -> npt.NDArray[np.int64]:
         ArgumentTypeError: Not an array of unsigned integers or a sequence of ints.
     """
     array_ = _address_array(addresses)
-    _media_checked(array_)
-    instances = array_ >> np.uint64(_INSTANCE_SHIFT)
-    known = instances[instances != 0]
-    if known.size and (known != known[0]).any():
-        other = int(known[known != known[0]][0])
-        raise ArgumentError(
-            f"the addresses belong to instances {int(known[0])} and {other}: no tensor has blocks of both",
-            instance=other,
-        )
-    return (array_ & np.uint64((1 << _BLOCK_BITS) - 1)).astype(np.int64)
+    if not _alike(array_):
+        _media_checked(array_)
+        _check_one_instance(array_)
+    return (array_ & _BLOCK_MASK).astype(np.int64)
 
 
 def media(addresses: AddressLike) -> npt.NDArray[np.uint8]:
@@ -174,6 +171,25 @@ def _address_array(addresses: AddressLike) -> npt.NDArray[np.uint64]:
                 position=index,
             )
     return np.array(array("Q", numbers), dtype=np.uint64)
+
+
+def _alike(addresses: npt.NDArray[np.uint64]) -> bool:
+    """Whether they are all of one instance and one medium. Most lists are, and need no other check."""
+    places = addresses >> _PLACE
+    if not places.size or not 1 <= int(places.flat[0]) & _MEDIUM_MASK <= len(Medium):
+        return False
+    return bool((places == places.flat[0]).all())
+
+
+def _check_one_instance(addresses: npt.NDArray[np.uint64]) -> None:
+    instances = addresses >> np.uint64(_INSTANCE_SHIFT)
+    known = instances[instances != 0]
+    if known.size and (known != known[0]).any():
+        other = int(known[known != known[0]][0])
+        raise ArgumentError(
+            f"the addresses belong to instances {int(known[0])} and {other}: no tensor has blocks of both",
+            instance=other,
+        )
 
 
 def _media_checked(addresses: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint8]:
