@@ -2,6 +2,8 @@
 
 #include <doctest/doctest.h>
 
+#include <cstring>
+
 #include "kvpool/transfer/failure.h"
 #include "message_length.h"
 
@@ -102,6 +104,11 @@ TEST_CASE("senseless numbers are refused") {
   fetch[0] = std::byte{3};
   CHECK_THROWS_AS(read_fetch(fetch), Error);
   CHECK_THROWS_AS(read_fetch(write_body(FetchBody{Priority::kDecode, {1}, {}})), Error);
+  Bytes match = write_body(MatchBody{1, std::vector<Token>{1, 2}, "n"});  // a count of more tokens than there are
+  for (const std::uint32_t count : {3U, 5U, 1U << 20, (1U << 20) + 1, UINT32_MAX}) {
+    std::memcpy(match.data() + sizeof(std::uint32_t), &count, sizeof(count));
+    CHECK_THROWS_AS(read_match(match), Error);
+  }
 }
 
 TEST_CASE("an error keeps its code, its text and those fields that the reader knows") {

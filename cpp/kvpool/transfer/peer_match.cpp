@@ -40,7 +40,7 @@ std::shared_ptr<Session> PeerMatch::session() const noexcept {
 }
 
 // The answer may come to nobody: then it is this callback that lets go of the blocks.
-void PeerMatch::ask(std::shared_ptr<Session> session) {
+void PeerMatch::ask(const std::shared_ptr<Session>& session) {
   PeerCalls& calls = session->calls();
   const std::uint64_t id = calls.next_id();
   {

@@ -42,7 +42,7 @@ class PeerMatch final : public std::enable_shared_from_this<PeerMatch> {
   PeerMatch& operator=(const PeerMatch&) = delete;
 
   // Asks. Called at most once. Throws kPeerLost, kBusy; then nothing was asked.
-  void ask(std::shared_ptr<Session> session);
+  void ask(const std::shared_ptr<Session>& session);
   // It ends without having been asked.
   void fail(const Error& why) noexcept;
 
