@@ -102,7 +102,7 @@ def test_blocks_that_could_not_be_saved_can_be_filled_by_a_peer(engine):
 
 
 def test_what_a_peer_reads_is_not_saved_over(engine):
-    """A save takes blocks that nobody uses; there are none while a peer's match holds all."""
+    """A save takes blocks that nobody uses, and a match may hold all."""
     engine = ApartEngine(dram_blocks=4)
     engine.run(Request("a", prompt(16)))
     engine.pool.finish_all()
