@@ -23,7 +23,7 @@ __all__ = ["Described", "KvEvents", "Removed", "Stored"]
 _EXPECTED_MAX: Final = 4096  # prompts whose saves have not ended, or failed
 
 HashBlock: TypeAlias = Callable[[bytes | None, Sequence[int]], bytes]
-"""Of the hash of the block before (None: there is none) and a block's tokens."""
+"""Of the hash of the block before (None for the first block) and a block's tokens."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Stored(NamedTuple):
 
     Attributes:
         hashes: Of each.
-        parent: The hash of the block before them; None: they begin the prompt.
+        parent: The hash of the block before them; None where they begin the prompt.
         tokens: Of all of them.
         extra_keys: As in Described, of these.
         lora: As in Described.
