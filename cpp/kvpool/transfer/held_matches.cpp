@@ -29,8 +29,13 @@ void HeldMatches::on_match(ServedCall& call, const MatchBody& body) {
   Bytes bytes = write_body(answer);  // what can fail comes before the hold
   if (!answer.addresses.empty()) {
     const std::int64_t deadline_ns = host_.now_ns() + hold_ms * kNsPerMs;
-    host_.tick_by(deadline_ns);
     add(call.id(), {std::move(found.hold), answer.addresses.size(), deadline_ns});
+    try {
+      host_.tick_by(deadline_ns);  // behind it: a tick that comes now must see the hold
+    } catch (...) {
+      end(call.id());
+      throw;
+    }
   }
   call.answer(std::move(bytes));
 }
@@ -60,17 +65,18 @@ void HeldMatches::add(std::uint64_t id, Held&& held) {
 }
 
 void HeldMatches::on_unmatch(ServedCall& call) {
-  std::shared_ptr<void> ended;  // unpinned without the lock
-  {
-    const std::lock_guard lock(mutex_);
-    if (const auto entry = held_.find(call.id()); entry != held_.end()) {
-      blocks_ -= entry->second.blocks;
-      ended = std::move(entry->second.hold);
-      held_.erase(entry);
-    }
-  }
-  ended.reset();
+  end(call.id());
   call.answer({});
+}
+
+void HeldMatches::end(std::uint64_t id) noexcept {
+  std::shared_ptr<void> ended;  // unpinned without the lock
+  const std::lock_guard lock(mutex_);
+  const auto entry = held_.find(id);
+  if (entry == held_.end()) return;
+  blocks_ -= entry->second.blocks;
+  ended = std::move(entry->second.hold);
+  held_.erase(entry);
 }
 
 std::int64_t HeldMatches::tick(std::int64_t now_ns) {

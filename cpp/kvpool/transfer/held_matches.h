@@ -51,6 +51,7 @@ class HeldMatches {
     std::int64_t deadline_ns = 0;
   };
   void add(std::uint64_t id, Held&& held);
+  void end(std::uint64_t id) noexcept;
 
   SessionHost& host_;
   mutable std::mutex mutex_;  // taken before the pool's

@@ -79,8 +79,7 @@ void PromptFetch::on_answer(Message&& message) {
   }
   phase_ = Phase::kReserving;
   lock.unlock();
-  session_->calls().forget(id_);
-  find_room();
+  find_room();  // the call stays known meanwhile: its deadline and the end of the link count here, too
 }
 
 // --- the blocks ---
@@ -129,7 +128,11 @@ void PromptFetch::on_reserved(Reservation&& reservation) {
   skipped_ = reservation.held.size();
   delivery_.reservation = std::move(reservation);
   lock.unlock();
-  if (const auto failure = failure_of([&] { begin_fetch(); })) fail(*failure);
+  session_->calls().forget(id_);
+  if (const auto failure = failure_of([&] { begin_fetch(); })) {
+    lock.lock();
+    end(lock, *failure);
+  }
   let_go();  // behind the request, which holds the blocks
   lock.lock();
   if (phase_ == Phase::kStarting) phase_ = Phase::kFetching;
@@ -196,25 +199,28 @@ void PromptFetch::end_cached(Lock& lock, std::vector<Address>&& addresses) {
 void PromptFetch::end(Lock& lock, std::optional<Error> error) {
   phase_ = Phase::kDone;
   total_us_ = elapsed_us();
-  const CachedPrefix here = std::exchange(here_, {});  // unpinned without the lock
+  const CachedPrefix here = std::exchange(here_, {});  // unpinned without the lock, as this is:
+  const std::shared_ptr<void> held = std::exchange(delivery_.reservation.hold, nullptr);
   lock.unlock();
   session_->calls().forget(id_);
   finish_waiting(TransferKind::kFetch, 0, std::move(error));
 }
 
-void PromptFetch::fail(const Error& why) noexcept {
+// Before the fetch has begun. From then on it ends by itself, and this with it.
+bool PromptFetch::fail(const Error& why) noexcept {
   Lock lock(mutex_);
-  if (phase_ == Phase::kDone) return;
+  if (phase_ != Phase::kMatching && phase_ != Phase::kReserving) return false;
   const bool holds = phase_ == Phase::kReserving;
   end(lock, why);
   if (holds) let_go();
+  return true;
 }
 
 void PromptFetch::let_go() const noexcept {
   if (!found_.empty()) session_->calls().post(kUnmatchVerb, id_);
 }
 
-void PromptFetch::on_lost(const Error& why) { fail(why); }
+void PromptFetch::on_lost(const Error& why) { static_cast<void>(fail(why)); }
 
 std::shared_ptr<Fetch> PromptFetch::fetch() const noexcept {
   const Lock lock(mutex_);
@@ -225,23 +231,19 @@ std::shared_ptr<Fetch> PromptFetch::fetch() const noexcept {
 std::int64_t PromptFetch::on_tick(std::int64_t now_ns) {
   if (const auto begun = fetch()) return begun->on_tick(now_ns);
   if (now_ns < deadline_ns_) return deadline_ns_;
-  {
-    const Lock lock(mutex_);
-    if (phase_ == Phase::kStarting || phase_ == Phase::kDone) return kNever;
-  }
   fail(Error(ErrorCode::kDeadline, "the fetch from " + session_->peer().name + " was not done by its deadline"));
   return kNever;
 }
 
 bool PromptFetch::cancel() {
-  if (const auto begun = fetch()) return begun->cancel();
+  if (fail(Error(ErrorCode::kCancelled, "the fetch from " + session_->peer().name + " was cancelled"))) return true;
+  std::shared_ptr<Fetch> begun;
   {
     const Lock lock(mutex_);
-    if (phase_ == Phase::kDone) return false;
     if (phase_ == Phase::kStarting) return cancelled_ = true;
+    if (phase_ == Phase::kFetching) begun = fetch_;
   }
-  fail(Error(ErrorCode::kCancelled, "the fetch from " + session_->peer().name + " was cancelled"));
-  return true;
+  return begun != nullptr && begun->cancel();
 }
 
 // --- for the caller ---
