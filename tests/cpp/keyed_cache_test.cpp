@@ -212,7 +212,7 @@ TEST_CASE("it makes the pool drop cached prompts, and gives up its own where the
   CHECK(match(rig.pool, prompt(1, 5)).hit.pages == 4);
   const Addresses others = alloc(*rig.pool, 4, Medium::kDram);  // the rest of the prompt goes
   CHECK(match(rig.pool, prompt(1, 5)).hit.pages == 0);
-  CHECK(rig.put({5, 6}) == 2);  // two of its own make room
+  CHECK(rig.put({5, 6}) == 2);  // two that it has make room
   CHECK(rig.stored({1, 2, 3, 4, 5, 6}) == Bits{true, true, false, false, true, true});
   CHECK(code_of([&] { rig.put({11, 12, 13, 14, 15}); }) == ErrorCode::kOutOfBlocks);
   rig.cache->audit();

@@ -35,7 +35,7 @@ class HeldMatches {
   // Calls of the peer; the id of the call is that of the hold. The first throws what the call is refused with: kBusy
   // above the limits, kProtocol for an id that is held.
   void on_match(ServedCall& call, const MatchBody& body);
-  // A hold that has ended, or never was, is none of the peer's mistakes.
+  // A hold that has ended, or never was, is no mistake of the peer.
   void on_unmatch(ServedCall& call);
 
   // Ends holds whose deadline has passed. Returns when to call it again; INT64_MAX for never.
