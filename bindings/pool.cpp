@@ -363,7 +363,7 @@ Raises:
            py::arg("addrs"), R"(Says that the content of blocks that were inserted with ``filled=False`` is there.
 
 All or nothing, thread-safe. If it could not be written, call ``forget`` before: then this says that nothing writes to
-the blocks any more, and they become free with their last pin.
+the blocks any more. They stay unreadable (StateError), and become free with their last pin.
 
 Args:
     addrs: Addresses of such blocks, all of one insertion or some.
@@ -378,7 +378,9 @@ Raises:
            py::arg("addrs"), R"(Drops cached blocks for good, and everything that continues them. Thread-safe.
 
 For blocks whose content turned out to be wrong. No match finds them from now on. Those that are pinned stay readable by
-their addresses until the last of their pins is released; the others are free at once.
+their addresses until the last of their pins is released, but not for peers, whose fetches raise StaleAddress; the
+others are free at once. A save, a transfer or a fetch under way that builds on them raises Busy when it ends: it can be
+tried again.
 
 Args:
     addrs: Addresses of cached blocks. Those that are gone already, because they were evicted or forgotten, are skipped.

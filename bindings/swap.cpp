@@ -323,7 +323,8 @@ Raises:
     ArgumentError: The numbers of tokens and blocks do not fit, or a block is not in HBM.
     StaleAddress, NotOwner, StateError: A block is not an active one of this pool; or the pool lacks HBM or DRAM.
     OutOfBlocks: DRAM has no room, and nothing more can be evicted. Nothing was cached.
-    Busy: A logical instance, and not all of its ranks have joined.
+    Busy: A logical instance, and not all of its ranks have joined. Or others are filling blocks of this prompt
+        (``filled=False``), or what was cached of it was forgotten meanwhile. Nothing was cached: try again.
     Unsupported: `stream`, of a logical instance: each rank waits for all work of its GPU.)")
       .def("load", &load, py::arg("addrs"), py::arg("into"), py::kw_only(), py::arg("stream") = py::none(),
            py::arg("wait") = true, R"(Copies blocks in DRAM, as a match names them, to blocks that you hold in HBM.

@@ -263,7 +263,8 @@ Raises:
     Fenced: This pool has lost its lease in the cluster.
     StaleAddress, NotOwner, StateError: An address names no block that can be sent. The handle raises errors that only
         the receiver can find.
-    Busy: Too many transfers with this peer are under way.
+    Busy: Too many transfers with this peer are under way. Or the handle raises it, of an insertion: the receiver itself
+        is filling blocks of this prompt (``filled=False``), or forgot meanwhile what was cached of it. Try again later.
     ArgumentError: A wrong value; nothing was sent.)")
       .def("transfer_with_insert", &transfer_with_insert, py::arg("peer"), py::arg("tokens"), py::arg("addrs"),
            py::kw_only(), py::arg("namespace") = "", to, medium, evict, private_bytes, strategy, priority, route,

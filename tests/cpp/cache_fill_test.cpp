@@ -1,6 +1,8 @@
 // Insertions of blocks whose content is still to come.
 #include <doctest/doctest.h>
 
+#include <span>
+
 #include "failing_alloc.h"
 #include "kvpool/base/error.h"
 #include "kvpool/pool/peer_claims.h"
@@ -100,6 +102,98 @@ TEST_CASE("blocks that are forgotten while they are being filled are given to no
   CHECK(pages_for_peer(pool, prompt(1, 2)) == 0);
   pool->filled(fresh);
   CHECK(pages_for_peer(pool, prompt(1, 2)) == 2);
+}
+
+// They used to become readable, by those who had matched them, with whatever lay there before.
+TEST_CASE("what was forgotten before it was filled stays unreadable, and becomes free with its last pin") {
+  const auto pool = make_pool(4, 0);
+  const Addresses blocks = alloc(*pool, 3);
+  Held held = insert_unfilled(pool, prompt(1, 3), blocks);
+  pool->filled({blocks.data(), 1});
+  Found found = match(pool, prompt(1, 3));
+  CHECK(pool->forget(blocks) == 3);
+  const auto reading = [&](std::size_t i) {
+    return code_of([&] {
+      pool->for_peers().hold_for_reading(&blocks[i], 1, 0);
+      pool->for_peers().release_reading(&blocks[i], 1);
+    });
+  };
+  CHECK(reading(1) == ErrorCode::kBusy);
+  pool->filled({&blocks[1], 2});
+  CHECK_FALSE(reading(0));
+  CHECK(reading(1) == ErrorCode::kState);
+  CHECK(reading(2) == ErrorCode::kState);
+  CHECK(code_of([&] { pool->filled({&blocks[1], 1}); }) == ErrorCode::kState);
+  pool->audit();
+  found.pins.release();
+  CHECK(count(*pool, Medium::kHbm, BlockState::kHistorical) == 3);
+  held.pins.release();
+  CHECK(count(*pool, Medium::kHbm, BlockState::kFree) == 4);
+  // The blocks are as any others.
+  const Addresses again = alloc(*pool, 4);
+  insert(pool, prompt(2, 4), again);
+  pool->for_peers().hold_for_reading(again.data(), 4, 0);
+  pool->for_peers().release_reading(again.data(), 4);
+}
+
+// The number of the insertion used to stay in their marks, where a swap in finds out what is named twice.
+TEST_CASE("blocks of several insertions that were filled can be swapped in") {
+  const auto pool = make_pool(8, 8);
+  Addresses blocks;
+  for (Token id = 1; id <= 4; ++id) {
+    for (const Address address : alloc(*pool, 2)) blocks.push_back(address);
+    const Addresses own(blocks.end() - 2, blocks.end());
+    insert_unfilled(pool, prompt(id, 2), own);
+  }
+  pool->filled(blocks);
+  Addresses out(2);
+  for (const std::size_t i : {2U, 0U, 4U, 6U}) {
+    const Pins pins(pool, pool->swap_in({blocks.begin() + static_cast<std::ptrdiff_t>(i), 2}, {}, out.data()));
+    CHECK(out == Addresses(blocks.begin() + static_cast<std::ptrdiff_t>(i),
+                           blocks.begin() + static_cast<std::ptrdiff_t>(i) + 2));
+  }
+}
+
+// They used to be dropped for the unfilled ones, which their sender was told of as if they were there.
+TEST_CASE("what arrives for pages that are being filled is refused, and can come again when they are filled") {
+  const auto pool = make_pool(8, 0);
+  const Addresses blocks = alloc(*pool, 3);
+  insert(pool, prompt(1, 1), {blocks[0]});
+  insert_unfilled(pool, prompt(1, 2), {blocks[0], blocks[1]});
+  Addresses arrived(2);
+  REQUIRE(pool->for_peers().take(2, Medium::kHbm, BlockState::kReserved, 77, 5, false, arrived.data()));
+  const Tokens tokens = prompt(1, 3);
+  const auto arrive = [&] {
+    Addresses all = {blocks[0], arrived[0], arrived[1]};
+    Addresses canonical(3);
+    const InsertItem item{tokens.data(), tokens.size(), all.data(), all.size(), canonical.data()};
+    const Pins pins(pool, pool->for_peers().insert_arrived("", item, std::span(all).last(2)));
+    return canonical;
+  };
+  CHECK(code_of([&] { arrive(); }) == ErrorCode::kBusy);
+  pool->for_peers().check_reserved(arrived.data(), 2, 77, 5);
+  pool->filled({&blocks[1], 1});
+  CHECK(arrive() == Addresses{blocks[0], blocks[1], arrived[1]});
+  CHECK(count(*pool, Medium::kHbm, BlockState::kHistorical) == 3);
+}
+
+TEST_CASE("what arrives behind a prefix that was forgotten meanwhile is refused as something that passes") {
+  const auto pool = make_pool(8, 0);
+  const Addresses blocks = alloc(*pool, 2);
+  insert(pool, prompt(1, 1), {blocks[0]});
+  const Found prefix = match(pool, prompt(1, 1));
+  Addresses arrived(1);
+  REQUIRE(pool->for_peers().take(1, Medium::kHbm, BlockState::kReserved, 77, 5, false, arrived.data()));
+  CHECK(pool->forget({blocks.data(), 1}) == 1);
+  SUBCASE("nothing is cached there") {}
+  SUBCASE("something else is cached there") { insert(pool, prompt(1, 1), {blocks[1]}); }
+  const Tokens tokens = prompt(1, 2);
+  Addresses all = {blocks[0], arrived[0]};
+  Addresses canonical(2);
+  const InsertItem item{tokens.data(), tokens.size(), all.data(), all.size(), canonical.data()};
+  CHECK(code_of([&] { pool->for_peers().insert_arrived("", item, std::span(all).last(1)); }) == ErrorCode::kBusy);
+  pool->for_peers().check_reserved(arrived.data(), 1, 77, 5);
+  CHECK(code_of([&] { insert(pool, tokens, {blocks[0], arrived[0]}); }) == ErrorCode::kState);
 }
 
 TEST_CASE("filled takes blocks of several insertions, and refuses all if one is not being filled") {

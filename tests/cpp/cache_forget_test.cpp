@@ -5,6 +5,8 @@
 
 #include "failing_alloc.h"
 #include "kvpool/base/error.h"
+#include "kvpool/index/event_log.h"
+#include "kvpool/pool/peer_claims.h"
 #include "kvpool/pool/pool.h"
 #include "pool_fixture.h"
 #include "swap_kit.h"
@@ -104,6 +106,60 @@ TEST_CASE("forget takes blocks in any order, also twice and gone already, and re
   CHECK(match(pool, prompt(1, 4)).hit.pages == 1);
   pool->close();
   CHECK(code_of([&] { pool->forget(list); }) == ErrorCode::kClosed);
+}
+
+// It used to follow the tag of such a block as if the index still had it.
+TEST_CASE("forget drops blocks that something still reads, once, and skips them when it is called again") {
+  const auto pool = make_pool(8, 0);
+  const Addresses blocks = alloc(*pool, 3);
+  insert(pool, prompt(1, 3), blocks);
+  pool->for_peers().hold_for_reading(&blocks[1], 1, 0);
+  SUBCASE("all are named") { CHECK(pool->forget(blocks) == 3); }
+  SUBCASE("the one before is named") { CHECK(pool->forget({blocks.data(), 1}) == 3); }
+  SUBCASE("the one after is named first") {
+    const Addresses list = {blocks[2], blocks[1]};
+    CHECK(pool->forget(list) == 2);
+  }
+  CHECK(pool->forget({&blocks[1], 1}) == 0);
+  pool->forget(blocks);
+  CHECK(match(pool, prompt(1, 3)).hit.pages == 0);
+  CHECK(free_blocks(*pool) == 7);
+  pool->for_peers().release_reading(&blocks[1], 1);
+  CHECK(free_blocks(*pool) == 8);
+  pool->audit();
+}
+
+// It used to cut a prompt before each of them, which took time by the square of their number.
+TEST_CASE("forget cuts a prompt once, whichever of its blocks are named") {
+  const auto pool = make_pool(64, 0);
+  const Addresses blocks = alloc(*pool, 64);
+  insert(pool, prompt(1, 64), blocks);
+  Found found = match(pool, prompt(1, 64));
+  const auto events = pool->subscribe(1 << 20, /*include_cached=*/false);
+  Addresses list;
+  for (std::size_t i = 63; i > 20; i -= 2) list.push_back(blocks[i]);
+  CHECK(pool->forget(list) == 43);  // from the 22nd on
+  CHECK(pool->drain(*events).events.size() == 1);
+  CHECK(match(pool, prompt(1, 64)).hit.pages == 21);
+  found.pins.release();
+  CHECK(free_blocks(*pool) == 43);
+}
+
+TEST_CASE("a peer cannot begin to read what was forgotten, also if it has matched it before") {
+  const auto pool = make_pool(4, 0);
+  const Addresses blocks = alloc(*pool, 3);
+  insert(pool, prompt(1, 2), {blocks[0], blocks[1]});
+  PeerClaims& claims = pool->for_peers();
+  const Found found = match(pool, prompt(1, 2));
+  CHECK(pool->forget({&blocks[1], 1}) == 1);
+  CHECK(code_of([&] { claims.hold_for_reading(blocks.data(), 2, 77); }) == ErrorCode::kStaleAddress);
+  claims.hold_for_reading(blocks.data(), 2, 0);  // its own pool may: it has the pins
+  claims.release_reading(blocks.data(), 2);
+  pool->free(&blocks[2], 1);
+  claims.hold_for_reading(blocks.data(), 1, 77);
+  claims.release_reading(blocks.data(), 1);
+  pool->evict(4, Medium::kHbm);
+  CHECK(cached(*pool) == 2);  // pinned, and nothing reads them
 }
 
 TEST_CASE("forget changes nothing when memory runs out") {

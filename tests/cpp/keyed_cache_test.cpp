@@ -2,21 +2,29 @@
 #include "kvpool/pool/keyed_cache.h"
 
 #include <doctest/doctest.h>
+#include <sys/types.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <memory>
 #include <numeric>
+#include <optional>
 #include <span>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "child_process.h"
 #include "device_kit.h"
 #include "keyed_view.h"
 #include "kvpool/base/error.h"
+#include "kvpool/pool/peer_claims.h"
 #include "pool_fixture.h"
+#include "shared_space_kit.h"
+#include "swap_kit.h"
 #include "thrown.h"
 
 namespace kvpool::testing {
@@ -39,6 +47,9 @@ struct Rig {
   explicit Rig(std::size_t blocks_max, std::uint32_t hbm = 8, std::uint32_t dram = 8)
       : pool(std::make_shared<Pool>(small_options(hbm, dram))),
         cache(std::make_shared<KeyedCache>(pool, 16, blocks_max)) {}
+
+  Rig(std::shared_ptr<Pool> with, std::size_t blocks_max)
+      : pool(std::move(with)), cache(std::make_shared<KeyedCache>(pool, 16, blocks_max)) {}
 
   std::size_t put(const Numbers& numbers) {
     return cache->save_rows(keys_of(numbers, 16).data(), numbers.size(), rows_of(numbers).data());
@@ -141,6 +152,23 @@ TEST_CASE("a key that a put names twice takes one block") {
   CHECK(rig.get({1, 2}) == 2);
 }
 
+// The second time used to count as a block, for which it refused the call or dropped others.
+TEST_CASE("a new key that is named twice needs room for one block, and the first of its contents counts") {
+  Rig rig(3);
+  rig.put({7});
+  const Addresses from = alloc(*rig.pool, 3);
+  for (std::size_t i = 0; i < 3; ++i) fill(rig, from[i], i + 1);
+  CHECK(rig.save({2, 1, 2}, {from[1], from[0], from[2]}) == 2);
+  CHECK(rig.stored({1, 2, 7}) == Bits{true, true, true});
+  CHECK(rig.get({1, 2}) == 2);
+  CHECK(rig.put({1, 2, 7, 7, 2, 1}) == 0);
+  CHECK(rig.cache->stats().evicted_blocks == 0);
+  CHECK(rig.cache->stats().duplicate_blocks == 7);
+  CHECK(rig.put({8, 9, 8, 9, 8}) == 2);
+  CHECK(rig.free_dram() == 5);
+  rig.cache->audit();
+}
+
 TEST_CASE("above its bound it evicts its coldest, but not what the same call names") {
   Rig rig(3);
   rig.put({1, 2, 3});
@@ -186,7 +214,7 @@ TEST_CASE("it makes the pool drop cached prompts, and gives up its own where the
   CHECK(match(rig.pool, prompt(1, 5)).hit.pages == 4);
   const Addresses others = alloc(*rig.pool, 4, Medium::kDram);  // the rest of the prompt goes
   CHECK(match(rig.pool, prompt(1, 5)).hit.pages == 0);
-  CHECK(rig.put({5, 6}) == 2);  // its own two coldest make room
+  CHECK(rig.put({5, 6}) == 2);  // two that it has make room
   CHECK(rig.stored({1, 2, 3, 4, 5, 6}) == Bits{true, true, false, false, true, true});
   CHECK(code_of([&] { rig.put({11, 12, 13, 14, 15}); }) == ErrorCode::kOutOfBlocks);
   rig.cache->audit();
@@ -291,6 +319,53 @@ TEST_CASE("blocks that others have freed are missed and harm nobody") {
   CHECK(rig.cache->evict(2) == 2);
   CHECK(rig.free_dram() == 8);
   rig.pool->audit();
+}
+
+// They used to be refused, and never freed afterwards.
+TEST_CASE("in a pool whose HBM an engine allocates, blocks that are read are free when they are read no more") {
+  std::vector<std::byte> memory(4 * kBlockBytes);
+  PoolOptions options = small_options(0, 4);
+  AdoptedMemory adopted;
+  adopted.blocks = 4;
+  adopted.segments = {{memory.data(), kBlockBytes, 64}, {memory.data() + 64, kBlockBytes, 64}};
+  options.adopted_hbm = adopted;
+  options.engine_allocates = true;
+  Rig rig(std::make_shared<Pool>(options), 4);
+  rig.put({1, 2, 3});
+  Addresses addresses;
+  rig.pin({1, 2}, &addresses).release();
+  rig.pool->for_peers().hold_for_reading(addresses.data(), 1, 0);
+  CHECK(rig.cache->evict(3) == 3);
+  CHECK(rig.free_dram() == 3);
+  CHECK(holds(rig, addresses[0], 1));
+  rig.pool->for_peers().release_reading(addresses.data(), 1);
+  CHECK(rig.free_dram() == 4);
+  rig.pool->audit();
+}
+
+// It used to wait for its lock, which nobody gives back in a child.
+TEST_CASE("whether a cache is closed is known while another thread uses it, and in a forked child") {
+  Space space(16, 16, 2);
+  Rig rig(space.make_pool(2), 4);
+  rig.put({1});
+  std::atomic<pid_t> id{0};
+  std::optional<SpaceLock> lock(space.space->lock());
+  std::thread other([&] {
+    id = gettid();
+    rig.cache->evict(1);  // waits for the space, with the lock of the cache
+  });
+  while (id == 0) std::this_thread::yield();
+  CHECK(falls_asleep(id));
+  const int status = test::run_in_child([&] {
+    alarm(60);  // it has hung
+    return rig.cache->closed() ? 1 : 0;
+  });
+  CHECK(status == 0);
+  lock.reset();
+  other.join();
+  CHECK_FALSE(rig.cache->closed());
+  rig.cache->close();
+  CHECK(rig.cache->closed());
 }
 
 TEST_CASE("threads that save, load and evict see whole blocks, each under its own key") {

@@ -189,6 +189,23 @@ TEST_CASE("a delivery that runs out of memory, or of room in the queue, has chan
   kit.pool->unpin(&item->pin, 1);
 }
 
+TEST_CASE("a delivery for pages that are being filled is refused, and nobody is told of it") {
+  Kit kit;
+  Delivery delivery = kit.delivery(2, /*insert=*/true);
+  const Addresses blocks = delivery.reservation.addresses;
+  const Addresses own = alloc(*kit.pool, 1);
+  const Tokens tokens = prompt(1, 1);
+  Addresses canonical(1);
+  const InsertItem item{tokens.data(), tokens.size(), own.data(), 1, canonical.data()};
+  const Pins pins(kit.pool, kit.pool->insert_unfilled("", item, false).pin);
+  CHECK(code_of([&] { kit.blocks.deliver(std::move(delivery)); }) == ErrorCode::kBusy);
+  CHECK(kit.received.pop(0) == nullptr);
+  CHECK_NOTHROW(kit.blocks.check_reserved(blocks, kWriter));
+  kit.blocks.release(delivery.reservation.addresses);
+  CHECK(kit.count(BlockState::kFree) == 7);
+  kit.pool->filled(own);
+}
+
 TEST_CASE("an item says who owns its blocks") {
   Kit kit;
   kit.deliver(kit.named(2, /*insert=*/false));

@@ -228,6 +228,24 @@ TEST_CASE("a prompt that came in another way meanwhile is not kept twice") {
   check_nothing_left(kit);
 }
 
+TEST_CASE("a prompt that this pool has begun to fill itself is not fetched over that, and the blocks are free again") {
+  SessionKit kit;
+  Fetching fetching(kit);
+  fetching.found(2);
+  static_cast<void>(fetching.asked());
+  const Addresses own = alloc(*kit.pool, 2);
+  const Tokens tokens = prompt(1, 2);
+  Addresses canonical(2);
+  const InsertItem item{tokens.data(), tokens.size(), own.data(), 2, canonical.data()};
+  Pins pins(kit.pool, kit.pool->insert_unfilled("", item, false).pin);
+  kit.reply(kFetchVerb, fetching.id);
+  CHECK(failure(*fetching.handle) == ErrorCode::kBusy);
+  CHECK(kit.count(BlockState::kFree) == 14);
+  kit.pool->filled(own);
+  pins.release();
+  check_nothing_left(kit);
+}
+
 TEST_CASE("content that is being placed when the peer says that it is done keeps the prompt out of the index") {
   SessionKit kit(/*one_sided=*/false);
   Fetching fetching(kit);

@@ -141,14 +141,30 @@ def test_filled_is_all_or_nothing(pool):
         pool.insert(prompt(1, 1), addrs[2:], filled=1)
 
 
-def test_a_save_copies_what_is_not_there_yet(pool):
-    """For the pool's own copies, as for peers, the cached prompt ends before the first such block."""
+def test_a_save_of_what_others_are_filling_is_refused_until_it_is_there(pool):
     addrs = pool.alloc(2, medium=DRAM)
     pool.insert(prompt(2), addrs, filled=False).close()
     mine = pool.alloc(2)
-    assert pool.save(prompt(2), mine) == 2
+    with refused(pool, kvpool.Busy, "to come"):
+        pool.save(prompt(2), mine)
     assert cached_tokens(pool, prompt(2)) == 8
-    assert pool.stats().dram.free == 6  # of equal blocks, those that are cached stay
+    assert pool.stats().dram.free == 6  # the copies are free again
     pool.filled(addrs)
     assert pool.save(prompt(2), mine) == 0
     assert np.array_equal(kvpool.media(mine), [HBM, HBM])
+
+
+def test_what_was_forgotten_before_it_was_filled_is_never_read(pool):
+    addrs = pool.alloc(2, medium=DRAM)
+    mine = pool.alloc(2)
+    with pool.insert(prompt(2), addrs, filled=False) as inserted:
+        pool.filled(addrs[:1])
+        pool.forget(addrs)
+        pool.filled(addrs[1:])
+        pool.load(addrs[:1], mine[:1])
+        with refused(pool, kvpool.StateError, "before it was filled", position=1):
+            pool.load(inserted.addrs, mine)
+        with refused(pool, kvpool.StateError, "not being filled"):
+            pool.filled(addrs[1:])
+    assert pool.stats().dram.free == 8
+    pool.audit()

@@ -266,15 +266,25 @@ void CacheBlocks::check_distinct(const Address* addresses, std::size_t n, std::u
   }
 }
 
+void CacheBlocks::check_not_read(Address address, std::size_t position) const {
+  const auto& readers = readers_[medium_of(address)];
+  if (readers.empty() || readers[block_of(address)] == 0) return;
+  throw Error(ErrorCode::kState,
+              "address " + std::to_string(address) + " (position " + std::to_string(position) +
+                  "): a transfer, a save or a sequence reads the block; wait for it, or close the sequence",
+              {{"address", static_cast<std::int64_t>(address)}, {"position", static_cast<std::int64_t>(position)}});
+}
+
 void CacheBlocks::check_unread(const Address* addresses, std::size_t n) const {
   for (std::size_t i = 0; i < n; ++i) {
-    if (!is_local(addresses[i])) continue;
-    const auto& readers = readers_[medium_of(addresses[i])];
-    if (readers.empty() || readers[block_of(addresses[i])] == 0) continue;
-    throw Error(ErrorCode::kState,
-                "address " + std::to_string(addresses[i]) + " (position " + std::to_string(i) +
-                    "): a transfer, a save or a sequence reads the block; wait for it, or close the sequence",
-                {{"address", static_cast<std::int64_t>(addresses[i])}, {"position", static_cast<std::int64_t>(i)}});
+    if (is_local(addresses[i])) check_not_read(addresses[i], i);
+  }
+}
+
+void CacheBlocks::check_freeable(const Address* addresses, std::size_t n) const {
+  if (!engine_allocates_) return;
+  for (std::size_t i = 0; i < n; ++i) {
+    if (is_local(addresses[i]) && medium_of(addresses[i]) == Medium::kHbm) check_not_read(addresses[i], i);
   }
 }
 
@@ -297,10 +307,12 @@ void CacheBlocks::check_reserved(const Address* addresses, std::size_t n, std::u
 
 void CacheBlocks::check_filled(Address address, std::size_t position) const {
   if (!filling(address)) return;
-  throw Error(ErrorCode::kBusy,
-              "address " + std::to_string(address) + " (position " + std::to_string(position) +
-                  "): the content of the block is still to come",
-              {{"address", static_cast<std::int64_t>(address)}, {"position", static_cast<std::int64_t>(position)}});
+  const bool never = never_filled(address);
+  throw Error(
+      never ? ErrorCode::kState : ErrorCode::kBusy,
+      "address " + std::to_string(address) + " (position " + std::to_string(position) + "): " +
+          (never ? "the block was forgotten before it was filled" : "the content of the block is still to come"),
+      {{"address", static_cast<std::int64_t>(address)}, {"position", static_cast<std::int64_t>(position)}});
 }
 
 void CacheBlocks::hold_for_reading(const Address* addresses, std::size_t n, std::uint64_t for_incarnation) {

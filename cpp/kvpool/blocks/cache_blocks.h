@@ -47,6 +47,8 @@ class CacheBlocks {
  public:
   static constexpr std::uint64_t kCacheTag = 1;   // of a historical block: set by the cache, not a pointer
   static constexpr std::uint64_t kUnreadTag = 2;  // of a freed block that waits for its readers (L2)
+  // Mark of a block that is being filled, to which nothing comes any more.
+  static constexpr std::uint32_t kNeverFilled = UINT32_MAX;
 
   // Has as many blocks as fit into the units of each medium. `space` outlives this. Throws kArgument for a size of 0,
   // kState when the space already has its maximum of caches, kOutOfMemory.
@@ -102,9 +104,12 @@ class CacheBlocks {
 
   // --- addresses that callers name ---
 
-  // Whether the address names a block of a medium here that has been freed since.
-  bool is_stale(Address address) const noexcept {
-    return is_medium(medium_bits_of(address)) && store_of(address).find(address) == AddressFault::kStale;
+  // Whether the address names a block of a medium here that has been freed since, though its last readers may still
+  // have to let go of it (L2).
+  bool is_gone(Address address) const noexcept {
+    if (!is_medium(medium_bits_of(address))) return false;
+    const AddressFault fault = store_of(address).find(address);
+    return fault == AddressFault::kStale || (fault == AddressFault::kNone && is_unread(address));
   }
   // Throws kArgument, kNotOwner, kStaleAddress, or kState, unless the address names a block here in state `wanted` (any
   // but free when nullopt). `position`: in the caller's list, for the error.
@@ -116,9 +121,11 @@ class CacheBlocks {
   // REQUIRES: each has passed check(), or is of another instance.
   void check_distinct(const Address* addresses, std::size_t n, std::uint64_t stamp);
   std::uint64_t new_stamp() noexcept { return ++check_stamp_; }
-  // Throws kState when a transfer reads one of them, because an engine reuses at once what it frees. Skips blocks of
-  // other instances.
+  // Throws kState when a transfer reads one of them. Skips blocks of other instances.
   void check_unread(const Address* addresses, std::size_t n) const;
+  // Throws kState when an engine frees a block that it allocates and that a transfer reads, because it reuses that at
+  // once. Blocks that kvpool allocates wait for their readers (L2).
+  void check_freeable(const Address* addresses, std::size_t n) const;
 
   // --- owners ---
 
@@ -131,7 +138,11 @@ class CacheBlocks {
   void set_filling(Address address, bool filling) noexcept { own(address).set_filling(block_of(address), filling); }
   // Whether the content of this block is still to come: such a block is historical, and cannot be read.
   bool filling(Address address) const noexcept { return store_of(address).filling(block_of(address)); }
-  // Throws kBusy if it is. REQUIRES: it has passed check().
+  // REQUIRES: filling().
+  bool never_filled(Address address) const noexcept {
+    return store_of(address).mark(block_of(address)) == kNeverFilled;
+  }
+  // Throws kBusy if it is still to come, kState if it never comes. REQUIRES: it has passed check().
   void check_filled(Address address, std::size_t position) const;
   // Throws kStaleAddress, kNotOwner, kArgument unless each is reserved for this transfer of this owner. A block that is
   // lent to the owner is refused too: the owner may be giving it back, or it may be on its way into the index.
@@ -165,6 +176,13 @@ class CacheBlocks {
   BlockStore make_store(Medium medium, const CacheShape& shape) const;
   BlockStore& own(Address address) noexcept { return stores_[medium_of(address)]; }
   bool take_from(Medium medium, std::size_t n, BlockState to, Address* out) noexcept;
+  // Whether the block was freed, and waits for its readers (L2).
+  bool is_unread(Address address) const noexcept {
+    const BlockStore& blocks = store_of(address);
+    const std::uint32_t block = block_of(address);
+    return blocks.state(block) == BlockState::kReserved && blocks.tag(block) == kUnreadTag;
+  }
+  void check_not_read(Address address, std::size_t position) const;
   void release_run(Medium medium, std::uint32_t first, std::uint32_t n) noexcept;
   void release_unread(Medium medium, std::uint32_t first, std::uint32_t n) noexcept;
 

@@ -49,6 +49,10 @@ void PromptCache::audit() const {
       if (node_of(address) != &node) fail("a cached block does not know its node (A1)");
       if (!blocks.filling(block_of(address))) continue;
       if (node.payload.pins == 0) fail("a block that is being filled is not pinned (A17)");
+      if (blocks_.never_filled(address)) {
+        if (!node.payload.forgotten) fail("a block that was never filled can be found (A17)");
+        continue;
+      }
       ++filling;
     }
   };

@@ -41,7 +41,7 @@ void PromptCache::filled(std::span<const Address> addresses) {
     for (; ended < addresses.size(); ++ended) {
       const Address address = addresses[ended];
       blocks_.check(address, ended, BlockState::kHistorical);
-      if (!blocks_.filling(address)) {
+      if (!blocks_.filling(address) || blocks_.never_filled(address)) {
         throw Error(ErrorCode::kState,
                     "address " + std::to_string(address) + " (position " + std::to_string(ended) +
                         "): the block is not being filled",
@@ -55,12 +55,32 @@ void PromptCache::filled(std::span<const Address> addresses) {
   }
   for (const Address address : addresses) {
     const std::uint32_t slot = store_of(address).mark(block_of(address));
+    if (node_of(address)->payload.forgotten) {
+      blocks_.set_filling(address, true);
+      blocks_.set_mark(address, CacheBlocks::kNeverFilled);
+    } else {
+      blocks_.set_mark(address, 0);
+    }
     Fill& fill = fills_[slot];
     KVPOOL_DCHECK(fill.remaining > 0);
     if (--fill.remaining > 0) continue;
     index_.unpin(fill.pin);  // it may free this block
     free_fills_.push_back(slot);
   }
+}
+
+void PromptCache::check_arrival(std::string_view name_space, const InsertItem& item) const {
+  const std::size_t present = index_.peek(name_space, item.tokens, item.n_tokens, item.canonical).pages;
+  for (std::size_t i = 0; i < present; ++i) {
+    if (blocks_.is_local(item.canonical[i])) blocks_.check_filled(item.canonical[i], i);
+  }
+  const std::optional<std::size_t> at = first_misplaced(item, present);
+  if (!at) return;
+  throw Error(
+      ErrorCode::kBusy,
+      "address " + std::to_string(item.addresses[*at]) + " (position " + std::to_string(*at) +
+          "): the block before what has arrived was forgotten meanwhile: try again",
+      {{"address", static_cast<std::int64_t>(item.addresses[*at])}, {"position", static_cast<std::int64_t>(*at)}});
 }
 
 }  // namespace kvpool

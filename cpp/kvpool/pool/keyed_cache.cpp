@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <string>
+#include <string_view>
 
 #include "kvpool/arena/arena.h"
 #include "kvpool/base/error.h"
@@ -30,6 +31,27 @@ void for_each_piece(const Arena& arena, Address address, Visit&& visit) {
     visit(segment.base + block_of(address) * segment.stride, offset, segment.bytes);
     offset += segment.bytes;
   }
+}
+
+// The positions of the keys that are not stored, ascending; of a key that stands there twice, the first.
+std::vector<std::size_t> first_of_each(const std::byte* keys, std::size_t key_bytes, std::size_t n,
+                                       const bool* stored) {
+  const auto key_at = [&](std::size_t i) {
+    return std::string_view(reinterpret_cast<const char*>(keys + i * key_bytes), key_bytes);
+  };
+  std::vector<std::size_t> positions;
+  for (std::size_t i = 0; i < n; ++i) {
+    if (!stored[i]) positions.push_back(i);
+  }
+  std::sort(positions.begin(), positions.end(), [&](std::size_t left, std::size_t right) {
+    const int order = key_at(left).compare(key_at(right));
+    return order < 0 || (order == 0 && left < right);
+  });
+  const auto end = std::unique(positions.begin(), positions.end(),
+                               [&](std::size_t left, std::size_t right) { return key_at(left) == key_at(right); });
+  positions.erase(end, positions.end());
+  std::sort(positions.begin(), positions.end());
+  return positions;
 }
 
 }  // namespace
@@ -157,11 +179,9 @@ std::size_t KeyedCache::store(const std::byte* keys, std::size_t n, Copy&& copy)
     index_.get(keys, n, /*every=*/true, pinned, addresses.data(), stored.get());
   }
   const KeyPins held(shared_from_this(), std::move(pinned));  // what is stored is not evicted for what comes
-  std::vector<std::size_t> missing;
+  const std::vector<std::size_t> missing = first_of_each(keys, key_bytes(), n, stored.get());
   std::vector<std::byte> new_keys;
-  for (std::size_t i = 0; i < n; ++i) {
-    if (stored[i]) continue;
-    missing.push_back(i);
+  for (const std::size_t i : missing) {
     new_keys.insert(new_keys.end(), keys + i * key_bytes(), keys + (i + 1) * key_bytes());
   }
   const std::size_t m = missing.size();
@@ -304,10 +324,7 @@ void KeyedCache::close() noexcept {
   drop(index_.evictable());
 }
 
-bool KeyedCache::closed() noexcept {
-  const std::lock_guard lock(mutex_);
-  return closed_;
-}
+bool KeyedCache::closed() noexcept { return closed_.load(std::memory_order_relaxed); }
 
 void KeyedCache::unpin(std::span<KeyedEntry* const> pins) noexcept {
   try {

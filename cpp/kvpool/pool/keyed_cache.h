@@ -18,6 +18,7 @@
 // ...
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -80,6 +81,7 @@ class KeyedCache final : public KeyPinOwner, public std::enable_shared_from_this
 
   // Gives all blocks back, those that are pinned when the pins go. Every verb but unpin throws kClosed from now on.
   void close() noexcept;
+  // Takes no lock, which another thread may have held when this process was forked.
   bool closed() noexcept;
   void unpin(std::span<KeyedEntry* const> pins) noexcept override;
   KeyedCacheStats stats();
@@ -110,7 +112,7 @@ class KeyedCache final : public KeyPinOwner, public std::enable_shared_from_this
   std::vector<Address> dropped_;  // room for what drop() gives back
   std::size_t filling_ = 0;       // blocks that are being filled
   KeyedCacheStats counters_;
-  bool closed_ = false;
+  std::atomic<bool> closed_{false};  // set under the lock
 };
 
 }  // namespace kvpool

@@ -52,6 +52,7 @@ IndexPin PeerClaims::insert_arrived(std::string_view name_space, const InsertIte
   const SpaceLock lock = blocks_.lock();
   // Under the lock: set_instance() puts the id into what the index has, and what comes after must have it already.
   for (Address& address : arrived) address = blocks_.as_made(address);
+  cache_.check_arrival(name_space, item);
   const BlockOwner before = arrived.empty() ? BlockOwner() : blocks_.owner_of(arrived[0]);
   blocks_.give(arrived, {BlockState::kActive, 0, 0});
   IndexPin pin;
@@ -84,6 +85,13 @@ void PeerClaims::hold_for_reading(const Address* addresses, std::size_t n, std::
   guard_.check();
   const SpaceLock lock = blocks_.lock();
   blocks_.hold_for_reading(addresses, n, for_incarnation);
+  if (for_incarnation == 0) return;
+  try {
+    cache_.check_found({addresses, n});
+  } catch (...) {
+    blocks_.release_reading(addresses, n);
+    throw;
+  }
 }
 
 void PeerClaims::release_reading(const Address* addresses, std::size_t n) noexcept {

@@ -44,7 +44,9 @@ class PeerClaims {
   void take_over(const Address* addresses, std::size_t n) noexcept;
   // As Pool::insert(), for a prompt whose last blocks, `arrived`, are reserved for or lent to one owner. They are at no
   // time visible as active. Duplicates become free. `arrived` becomes the addresses that the pool gives out now, with
-  // its instance id or without: the index has no others. REQUIRES: `arrived` is the end of item.values.
+  // its instance id or without: the index has no others. Throws kBusy as well, when it can succeed later: a page is
+  // cached already and still being filled, or the prefix was forgotten since. REQUIRES: `arrived` is the end of
+  // item.values.
   IndexPin insert_arrived(std::string_view name_space, const InsertItem& item, std::span<Address> arrived);
   // The caller's active blocks become reserved for an owner, who is to write to them. Throws as Pool::free() does, and
   // kState when something still reads one of them.
@@ -53,9 +55,9 @@ class PeerClaims {
   IndexHit match(std::string_view name_space, const Token* tokens, std::size_t n_tokens, Address* out);
 
   // Blocks keep their content while a transfer reads them: freeing, eviction and moves take effect when the last reader
-  // releases them. `for_incarnation`: the peer that reads; it may not read blocks lent to another peer. 0: the
-  // application. Throws kStaleAddress, kNotOwner, kState, kArgument, kBusy for a block that is being filled, and holds
-  // no block then.
+  // releases them. `for_incarnation`: the peer that reads; it may not read blocks lent to another peer, nor those that
+  // were forgotten (kStaleAddress). 0: the application. Throws kStaleAddress, kNotOwner, kState, kArgument, kBusy for a
+  // block that is being filled, and holds no block then.
   void hold_for_reading(const Address* addresses, std::size_t n, std::uint64_t for_incarnation);
   void release_reading(const Address* addresses, std::size_t n) noexcept;
 

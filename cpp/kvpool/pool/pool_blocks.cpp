@@ -45,7 +45,7 @@ std::vector<Address> Pool::check_free(const Address* addresses, std::size_t n) {
   }
   blocks_->check_distinct(addresses, n,
                           blocks_->new_stamp());  // of the whole list, so that errors name positions in it
-  if (blocks_->engine_allocates()) blocks_->check_unread(addresses, n);
+  blocks_->check_freeable(addresses, n);
   return own;
 }
 
@@ -53,7 +53,7 @@ void Pool::free(const Address* addresses, std::size_t n) {
   guard();
   const SpaceLock lock = blocks_->lock();
   blocks_->check_active_and_distinct(addresses, n, /*skip_cached=*/false);
-  if (blocks_->engine_allocates()) blocks_->check_unread(addresses, n);
+  blocks_->check_freeable(addresses, n);
   blocks_->release(addresses, n);
   cache_->counters().freed_blocks += n;
   cache_->audit_if_asked();

@@ -70,20 +70,27 @@ void PromptCache::check_insertion(std::string_view name_space, const InsertItem&
   if (blocks_.engine_allocates()) check_not_the_engines(item);
   if (all_active) return;
 
-  // Cached blocks may stand where the index has this very page: the prefix that a match gave. (An address in limbo is
-  // one that a match gave before its page was swapped in.)
   const std::size_t present = index_.peek(name_space, item.tokens, item.n_tokens, item.canonical).pages;
+  const std::optional<std::size_t> at = first_misplaced(item, present);
+  if (!at) return;
+  throw Error(
+      ErrorCode::kState,
+      "address " + std::to_string(item.addresses[*at]) + " (position " + std::to_string(*at) +
+          "): the block is cached already, as a page of another prompt or another place, or was forgotten",
+      {{"address", static_cast<std::int64_t>(item.addresses[*at])}, {"position", static_cast<std::int64_t>(*at)}});
+}
+
+// Cached blocks may stand where the index has this very page: the prefix that a match gave. (An address in limbo is one
+// that a match gave before its page was swapped in.) REQUIRES: item.canonical has the `present` pages of the index.
+std::optional<std::size_t> PromptCache::first_misplaced(const InsertItem& item, std::size_t present) const noexcept {
   for (std::size_t i = 0; i < item.n_addresses; ++i) {
     const Address address = item.addresses[i];
     if (!blocks_.is_local(address) || store_of(address).state(block_of(address)) != BlockState::kHistorical) continue;
-    if (i < present &&
-        (same_block(item.canonical[i], address) || store_of(address).tag(block_of(address)) == CacheBlocks::kCacheTag))
-      continue;
-    throw Error(ErrorCode::kState,
-                "address " + std::to_string(address) + " (position " + std::to_string(i) +
-                    "): the block is cached already, as a page of another prompt or another place, or was forgotten",
-                {{"address", static_cast<std::int64_t>(address)}, {"position", static_cast<std::int64_t>(i)}});
+    const bool in_place = i < present && (same_block(item.canonical[i], address) ||
+                                          store_of(address).tag(block_of(address)) == CacheBlocks::kCacheTag);
+    if (!in_place) return i;
   }
+  return std::nullopt;
 }
 
 std::vector<InsertOutcome> PromptCache::insert(std::string_view name_space, std::span<const InsertItem> items,
@@ -234,6 +241,9 @@ void PromptCache::placed(PromptNode& node) noexcept {
 void PromptCache::dropped(const Address* values, std::size_t n) noexcept {
   if (!blocks_.is_local(values[0])) return;  // values of one node are of one class
   dropped_blocks_ += n;
+  if (node_of(values[0])->payload.forgotten) {
+    for (std::size_t i = 0; i < n; ++i) blocks_.set_filling(values[i], false);  // what was never filled (A17)
+  }
   blocks_.release(values, n);
 }
 

@@ -13,7 +13,8 @@
 //       page's new block.
 //   A17  A block that is being filled is historical, its mark names the insertion that brought it, and a pin of that
 //        insertion covers it until filled() has been called for all of its blocks. So it is not evicted, moved or given
-//        away meanwhile; and no reader and no peer gets it.
+//        away meanwhile; and no reader and no peer gets it. If it was forgotten before filled(), nobody knows whether
+//        its content ever came: it stays unreadable, with the mark kNeverFilled, until its last pin goes.
 //
 // Thread-safety: none; callers hold the lock of the space. Every method that throws has changed nothing.
 #pragma once
@@ -21,6 +22,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string_view>
 #include <vector>
@@ -57,13 +59,19 @@ class PromptCache final : private IndexObserver {
                                     bool free_duplicates);
   // As insert() of one prompt. The content of the blocks that it stores is still to come (A17).
   InsertOutcome insert_unfilled(std::string_view name_space, const InsertItem& item, bool free_duplicates);
-  // The content of these blocks is there, or nothing will write to them any more. Throws kState for a block that is not
-  // being filled.
+  // Before an insertion of content that has come from elsewhere, behind a prefix that was cached when it was asked for.
+  // Throws kBusy, which passes: when a page that is cached is still being filled, because the insertion would keep that
+  // and drop the content that is there; and when the prefix was forgotten meanwhile.
+  void check_arrival(std::string_view name_space, const InsertItem& item) const;
+  // The content of these blocks is there, or nothing will write to them any more. Those that were forgotten meanwhile
+  // stay unreadable. Throws kState for a block that is not being filled.
   void filled(std::span<const Address> addresses);
   // Drops cached blocks and everything below them: those that are pinned are found no more, and become free with their
   // last pin. Skips what is gone already. Returns how many. REQUIRES: nothing is being moved to DRAM. Throws kArgument,
   // kNotOwner, kState for a block that is not cached, std::bad_alloc.
   std::size_t forget(std::span<const Address> addresses);
+  // Throws kStaleAddress for a block that was forgotten. REQUIRES: they are here and owned.
+  void check_found(std::span<const Address> addresses) const;
   // Throws kState when some of it is pinned.
   std::size_t erase(std::string_view name_space, const Token* tokens, std::size_t n_tokens, bool descendants);
   // Drops up to n blocks of this medium, the coldest first, and everything below them, in any medium. Returns how many
@@ -143,6 +151,7 @@ class PromptCache final : private IndexObserver {
   }
   void check_not_the_engines(const InsertItem& item) const;
   void check_insertion(std::string_view name_space, const InsertItem& item);
+  std::optional<std::size_t> first_misplaced(const InsertItem& item, std::size_t present) const noexcept;
   void take_back(const InsertItem& item, const IndexInsertion& insertion) noexcept;
 
   void cut_before(std::span<const Address> pages);
