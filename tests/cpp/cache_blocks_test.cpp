@@ -162,6 +162,26 @@ TEST_CASE("a block that is read becomes free when its last reader releases it") 
   space.audit();
 }
 
+TEST_CASE("of an engine's cache, only the engine's own blocks cannot be freed while they are read") {
+  for (const bool engine_allocates : {false, true}) {
+    Blocks kept(4, 4, engine_allocates);
+    CacheBlocks& space = *kept;
+    Addresses blocks(2);
+    REQUIRE(space.take_block(Medium::kHbm, 1, BlockState::kActive, &blocks[0]));
+    REQUIRE(space.take_block(Medium::kDram, 1, BlockState::kActive, &blocks[1]));
+    space.hold_for_reading(blocks.data(), 2, 0);
+    space.check_freeable(&blocks[1], 1);
+    if (engine_allocates) {
+      CHECK(code_of([&] { space.check_freeable(blocks.data(), 2); }) == ErrorCode::kState);
+    } else {
+      space.check_freeable(blocks.data(), 2);
+    }
+    space.release_reading(blocks.data(), 2);
+    space.check_freeable(blocks.data(), 2);
+    space.release(blocks.data(), 2);
+  }
+}
+
 TEST_CASE("if one of several blocks cannot be read, none is held") {
   Blocks kept(4, 4);
   CacheBlocks& space = *kept;
