@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -263,3 +265,25 @@ def test_messages_without_blocks_keep_their_order_among_many():
         got = pair.b("[pool.inbox.receive(60).private for _ in range(50)]")
         assert got == [str(number).encode() for number in range(50)]
         assert os.getpid() != pair.b("os.getpid()")
+
+
+def test_a_fetch_that_is_cancelled_at_any_time_ends_once():
+    """Both pools in one process, whose threads meet within microseconds. A second end aborts the process."""
+    with small_pool(hbm_blocks=8, name="here") as here, small_pool(hbm_blocks=8, name="there") as there:
+        peer = here.peers.connect(there.peers.listen(address_of("sock-unix")))
+        tokens, others = prompt(8), [prompt(8) + 1000 * (each + 1) for each in range(2)]
+        there.insert(tokens, there.alloc(8)).close()
+        ended = {True: 0, False: 0}
+        for number in range(4000):
+            here.insert(others[number % 2], here.alloc(8)).close()  # so that room must be made each time
+            fetch = here.fetch_with_insert(peer, tokens)
+            until = time.perf_counter() + number % 100 * 4e-6
+            while time.perf_counter() < until:
+                pass
+            ended[fetch.cancel()] += 1
+            with contextlib.suppress(Cancelled):
+                fetch.wait(30)
+        assert min(ended.values()) > 0, ended
+        eventually(lambda: there.stats().hbm.pinned == 0)
+        here.audit()
+        there.audit()
