@@ -29,7 +29,7 @@ MATCH_BUGS: Final = (
         "refused-match-counts",
         "transfer",
         "blocks of matches that were let go of still count: a peer gets Busy although it holds nothing",
-        in_cpp("transfer/held_matches.cpp", "      blocks_ -= entry->second.blocks;\n", ""),
+        in_cpp("transfer/held_matches.cpp", "  blocks_ -= entry->second.blocks;\n", ""),
         _OWNER,
     ),
     Bug(

@@ -28,6 +28,7 @@ from transfer.kit import (
     small_pool,
     stop_process,
     store,
+    wait_for,
 )
 from transfer.ranks_kit import Instance, instances_of
 
@@ -267,6 +268,13 @@ def test_messages_without_blocks_keep_their_order_among_many():
         assert os.getpid() != pair.b("os.getpid()")
 
 
+def alloc_all(pool):
+    try:
+        return pool.alloc(8).tolist()
+    except OutOfBlocks:
+        return None
+
+
 def test_a_fetch_that_is_cancelled_at_any_time_ends_once():
     """Both pools in one process, whose threads meet within microseconds. A second end aborts the process."""
     with small_pool(hbm_blocks=8, name="here") as here, small_pool(hbm_blocks=8, name="there") as there:
@@ -275,7 +283,8 @@ def test_a_fetch_that_is_cancelled_at_any_time_ends_once():
         there.insert(tokens, there.alloc(8)).close()
         ended = {True: 0, False: 0}
         for number in range(4000):
-            here.insert(others[number % 2], here.alloc(8)).close()  # so that room must be made each time
+            room = wait_for(lambda: alloc_all(here))  # what was cancelled last may still be written to
+            here.insert(others[number % 2], room).close()  # so that room must be made each time
             fetch = here.fetch_with_insert(peer, tokens)
             until = time.perf_counter() + number % 100 * 4e-6
             while time.perf_counter() < until:
