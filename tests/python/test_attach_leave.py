@@ -97,6 +97,13 @@ def test_a_pool_whose_attachment_is_closed_in_the_clusters_own_thread_leaves(url
         with member(url, "b"):
             eventually(lambda: names(watching) == ["b"])
         assert closing[0]
+
+        def refusal() -> type[Exception]:
+            with pytest.raises((Fenced, PeerLost)) as caught:
+                a.alloc(1, instance="b")
+            return caught.type
+
+        eventually(lambda: refusal() is Fenced)  # such a close only schedules the leave; before it, b has gone
         with refused(a, Fenced, "has left its cluster"):
             a.alloc(1, instance="b")
 
