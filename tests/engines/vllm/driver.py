@@ -135,7 +135,8 @@ class Driver:
                 ),
                 parallel_config=parallel,
                 model_config=SimpleNamespace(enable_sleep_mode=case.get("sleep", False)),
-                scheduler_config=SimpleNamespace(async_scheduling=False, disable_hybrid_kv_cache_manager=False),
+                scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+                max_concurrent_batches=1,
             )
             try:
                 KVConnectorFactory.create_connector(config, KVConnectorRole[case.get("role", "SCHEDULER")], _pages())

@@ -53,6 +53,28 @@ def test_what_one_worker_could_not_save_is_forgotten(engine, how):
     assert engine.run(Request("d", prompt(21))) == 20
 
 
+def test_a_save_that_a_worker_never_begins_has_failed(engine):
+    """vLLM does not end each step at each stage of a pipeline, and then nothing would be saved or reported there."""
+    engine.deaf = frozenset({1})
+    first = engine.start(Request("a", prompt(20)))
+    assert engine.admit(first)
+    engine.step({"a": 20})
+    engine.deaf = frozenset()
+    second = engine.start(Request("b", prompt(20)))
+    assert engine.admit(second)
+    assert engine.external["b"] == 16, "nobody knows yet"
+    assert engine.step({"b": 4}), "blocks that failed to load"
+    while second.num_computed_tokens < 20:
+        engine.step({"b": 20 - second.num_computed_tokens})
+    engine.check(second)
+    for request in (first, second):
+        engine.finish(request)
+    engine.pool.finish_all()
+    engine.step({})
+    assert not engine.index._saves
+    assert engine.run(Request("c", prompt(21))) == 20, "b has saved what a had not"
+
+
 def test_what_one_worker_could_not_save_is_not_loaded_before_the_scheduler_knows(engine):
     engine.pool.workers[1].fail_saves = ["later"]
     first = engine.start(Request("a", prompt(20)))

@@ -33,7 +33,7 @@ def pool():
 
 @pytest.fixture
 def events(pool):
-    return KvEvents(pool.subscribe(), BLOCK, hash_block)
+    return KvEvents(lambda cached: pool.subscribe(include_cached=cached), BLOCK, hash_block)
 
 
 def cache(pool, tokens, namespace=""):
@@ -64,7 +64,7 @@ def test_what_distinguishes_a_prompt_is_told_with_each_block(pool, events):
     tokens = prompt(2)
     salted = hashes_of(tokens, seed=b"salt")
     extra = [("salt", "adapter"), ("adapter",)]
-    events.saving("salted", tokens, Described(salted, extra, (7, "adapter")))
+    events.saving("salted", tokens, Described(salted, lambda first, end: extra[first:end], (7, "adapter")))
     cache(pool, tokens, "salted")
     cache(pool, tokens)
     plain = hashes_of(tokens)
@@ -97,14 +97,48 @@ def test_evictions_are_told_by_the_hashes_of_what_has_gone(pool, events):
     assert len(events._hashes) == 6
 
 
-def test_after_a_loss_nothing_is_believed_that_may_have_gone(pool):
-    events = KvEvents(pool.subscribe(capacity_tokens=3 * BLOCK), BLOCK, hash_block)
-    first = hashes_of(prompt(2))
+def test_after_a_loss_the_cache_is_looked_at_anew(pool):
+    subscribed: list[bool] = []
+
+    def subscribe(cached):
+        subscribed.append(cached)
+        return pool.subscribe(capacity_tokens=(1 << 20) if cached else 3 * BLOCK, include_cached=cached)
+
+    events = KvEvents(subscribe, BLOCK, hash_block)
+    first, second, third = (hashes_of(prompt(blocks, seed)) for seed, blocks in ((0, 2), (1, 1), (2, 2)))
     cache(pool, prompt(2))
-    assert events.take() == [Stored(first, None, prompt(2).tolist(), None, None)]
+    cache(pool, prompt(1, 1))
+    assert [each.hashes for each in events.take()] == [first, second]
     pool.delete(prompt(2))
-    cache(pool, prompt(3, 1))  # drops the event of the removal
-    assert events.take() == [Removed(first), Stored(hashes_of(prompt(3, 1)), None, prompt(3, 1).tolist(), None, None)]
+    cache(pool, prompt(2, 2))  # drops the event of the removal
+    told = events.take()
+    assert subscribed == [False, True]
+    assert told == [Removed(first), Stored(third, None, prompt(2, 2).tolist(), None, None)], "the second one stays"
+    assert sorted(events._hashes.values()) == sorted(second + third)
+    pool.delete(prompt(1, 1))
+    assert events.take() == [Removed(second)]
+
+
+def test_a_hash_is_there_until_its_last_block_has_gone(pool, events):
+    """Two prompts with the same text and other images after it: other namespaces here, one hash in vLLM."""
+    tokens = prompt(1)
+    hashes = hashes_of(tokens)
+    for namespace in ("one image", "another"):
+        events.saving(namespace, tokens, Described(hashes))
+        cache(pool, tokens, namespace)
+    assert events.take() == [Stored(hashes, None, tokens.tolist(), None, None)]
+    pool.delete(tokens, "one image")
+    assert events.take() == []
+    pool.delete(tokens, "another")
+    assert events.take() == [Removed(hashes)]
+
+
+def test_when_the_pool_is_lost_all_is_gone_and_nothing_raises(events, pool):
+    cache(pool, prompt(2))
+    events.take()
+    pool.close()
+    assert events.take() == [Removed(hashes_of(prompt(2)))]
+    assert events.take() == []
 
 
 def test_saves_that_never_end_take_bounded_memory(events, monkeypatch):

@@ -101,6 +101,26 @@ def test_blocks_that_could_not_be_saved_can_be_filled_by_a_peer(engine):
     assert engine.run(request) == 16
 
 
+def test_a_peer_that_sends_what_is_just_being_saved_leaves_no_block_behind(engine, monkeypatch):
+    request = Request("a", prompt(16))
+    with peer_of(engine) as peer:
+        addrs = peer.alloc(4, medium=DRAM)
+        peer.tensor(DRAM).numpy()[kvpool.block_ids(addrs)] = expected(request, 4)
+        alloc = engine.index.pool.alloc
+
+        def arrives_first(n: int, **how: Any) -> Any:
+            mine = alloc(n, **how)
+            peer.transfer_with_insert(name_of_peer(peer), prompt(16), addrs, medium=DRAM).wait(60)
+            return mine
+
+        monkeypatch.setattr(engine.index.pool, "alloc", arrives_first)
+        engine.run(Request("b", prompt(16)))
+    engine.pool.finish_all()
+    engine.step({})
+    assert engine.index.pool.stats().dram.active == 0
+    assert engine.run(request) == 12
+
+
 def test_what_a_peer_reads_is_not_saved_over(engine):
     """A save takes blocks that nobody uses, and a match may hold all."""
     engine = ApartEngine(dram_blocks=4)

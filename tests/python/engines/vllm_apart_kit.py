@@ -76,6 +76,7 @@ class HeldWorker(WorkerPool):
 class ApartEngine(Engine):
     """As vllm_kit's, but the last worker's output comes with all reports, as vLLM's executor has it."""
 
+    deaf: frozenset[int] = frozenset()  # workers that vLLM does not tell of the end of a step
     late = 0  # reports come so many steps later, as with several steps in flight
 
     def _make(self, blocks: int, dram_blocks: int, held: bool) -> Any:
@@ -97,8 +98,8 @@ class ApartEngine(Engine):
         for request_id, count in counts.items():
             self._compute(self.requests[request_id], count)
         report, failed = WorkerReport(), set()
-        for worker, mine in zip(self.workers, plans, strict=True):
-            for save in mine.saves:
+        for number, (worker, mine) in enumerate(zip(self.workers, plans, strict=True)):
+            for save in mine.saves if number not in self.deaf else []:
                 worker.begin_save(save)
             for request_id in worker.take_ended_loads():
                 self._ended[request_id] = self._ended.get(request_id, 0) + 1

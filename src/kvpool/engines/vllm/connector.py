@@ -100,8 +100,8 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         transfer = self._kv_transfer_config
         self._options = Options.parse(transfer.kv_connector_extra_config)
         self._engine_id: str = transfer.engine_id
-        # With steps in flight ahead of their outputs vLLM would return a token that was computed from a failed load.
-        self._async_load = self._options.async_load or bool(vllm_config.scheduler_config.async_scheduling)
+        # With steps in flight ahead of their outputs, vLLM would compute on what a failed load has left.
+        self._async_load = self._options.async_load or vllm_config.max_concurrent_batches > 1
         _check_supported(vllm_config)
         parallel = vllm_config.parallel_config
         self._workers: int = parallel.world_size

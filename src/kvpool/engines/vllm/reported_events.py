@@ -39,7 +39,7 @@ class ReportedEvents:
         self._block_tokens = pool.kv_layout.block_tokens
         hash_function = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
         self._events = KvEvents(
-            pool.subscribe(),
+            lambda cached: pool.subscribe(include_cached=cached),
             self._block_tokens,
             lambda parent, tokens: hash_block_tokens(hash_function, parent, tokens),
         )
@@ -51,8 +51,8 @@ class ReportedEvents:
             return  # vLLM hashes in another granularity
         lora = request.lora_request
         described = Described(
-            list(request.block_hashes[:blocks]),
-            list(self._extra_keys(request, blocks)) if plan.namespace else None,
+            request.block_hashes,
+            (lambda first, end: list(self._extra_keys(request, first, end))) if plan.namespace else None,
             None if lora is None else (lora.adapter_id, lora.name),
         )
         self._events.saving(namespace, plan.tokens, described)
@@ -63,11 +63,14 @@ class ReportedEvents:
             self._stored(each) if isinstance(each, Stored) else _removed(each.hashes) for each in self._events.take()
         ]
 
-    def _extra_keys(self, request: Any, blocks: int) -> Iterator[tuple[Any, ...] | None]:
+    def _extra_keys(self, request: Any, first: int, end: int) -> Iterator[tuple[Any, ...] | None]:
+        """Of blocks [first, end). From the beginning: only so vLLM knows which image comes next."""
         feature = 0
-        for first in range(0, blocks * self._block_tokens, self._block_tokens):
-            keys, feature = generate_block_hash_extra_keys(request, first, first + self._block_tokens, feature)
-            yield keys
+        for block in range(0 if request.mm_features else first, end):
+            start = block * self._block_tokens
+            keys, feature = generate_block_hash_extra_keys(request, start, start + self._block_tokens, feature)
+            if block >= first:
+                yield keys
 
     def _stored(self, event: Stored) -> BlockStored:
         number, name = event.lora or (None, None)

@@ -201,8 +201,11 @@ class SchedulerIndex:
             if not missing:
                 return hit.addrs[:0]
             addrs = self.pool.alloc(missing, medium=DRAM)
-            self.pool.insert(plan.tokens, np.concatenate([hit.addrs, addrs]), namespace, filled=False).close()
-        return addrs
+            cached = np.concatenate([hit.addrs, addrs])
+            with self.pool.insert(plan.tokens, cached, namespace, filled=False) as held:
+                if len(held.duplicates):  # a peer has sent the same meanwhile
+                    self.pool.free(held.duplicates)
+                return held.addrs[len(held.addrs) - held.inserted :]
 
     def _saved(self, save: _Save, failed: bool) -> None:
         """Some workers have ended a save, and one of them may have failed."""

@@ -43,6 +43,7 @@ class WorkerPool(EnginePool):
         self.damaged: set[int] = set()
         self._rank: RankArena | None = None
         self._report = WorkerReport()
+        self._planned: dict[int, SavePlan] = {}  # saves of the step that have not begun
 
     def begin_step(self, plan: StepPlan, worker: int) -> None:
         """What the plan says before anything is copied.
@@ -51,6 +52,9 @@ class WorkerPool(EnginePool):
             plan: Of the step.
             worker: The number of this one.
         """
+        for missed in self._planned.values():  # by vLLM, which does not end all its steps at all workers
+            self._save_over(missed, well=False)
+        self._planned = {save.number: save for save in plan.saves}
         self.suspects -= plan.restored
         self.damaged -= plan.emptied
         if worker in plan.tickets:
@@ -74,6 +78,7 @@ class WorkerPool(EnginePool):
         Also if this one is refused: the last one says whether the blocks hold what the scheduler believes.
         """
         assert plan.target is not None
+        self._planned.pop(plan.number, None)
         self._await_dram(plan.target)
         super().begin_save(plan)
 
