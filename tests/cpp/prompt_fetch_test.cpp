@@ -197,8 +197,16 @@ TEST_CASE("a fetch of a prompt that is given up while another thread makes room 
     CHECK(failure(*fetching.handle) == ErrorCode::kCancelled);
     CHECK(fetching.lets_go());
   }
-  SUBCASE("lost") {
+  SUBCASE("too late, which does not wait for the room") {
+    kit.session->tick(kit.host.now += 101 * kMs);
+    CHECK(fetching.handle->done());
+    CHECK(failure(*fetching.handle) == ErrorCode::kDeadline);
+    CHECK(fetching.lets_go());
+  }
+  SUBCASE("lost, which does not wait for the room") {
     kit.session->on_closed(Error(ErrorCode::kPeerLost, "gone"));
+    CHECK(fetching.handle->done());
+    CHECK(failure(*fetching.handle) == ErrorCode::kPeerLost);
     kit.link->closed = true;
   }
   kit.host.run_works();

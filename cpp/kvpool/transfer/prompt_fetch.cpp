@@ -207,12 +207,12 @@ void PromptFetch::end(Lock& lock, std::optional<Error> error) {
 }
 
 // Before the fetch has begun. From then on it ends by itself, and this with it.
-bool PromptFetch::fail(const Error& why) noexcept {
+bool PromptFetch::fail(const Error& why, bool linked) noexcept {
   Lock lock(mutex_);
   if (phase_ != Phase::kMatching && phase_ != Phase::kReserving) return false;
   const bool holds = phase_ == Phase::kReserving;
   end(lock, why);
-  if (holds) let_go();
+  if (holds && linked) let_go();
   return true;
 }
 
@@ -220,7 +220,7 @@ void PromptFetch::let_go() const noexcept {
   if (!found_.empty()) session_->calls().post(kUnmatchVerb, id_);
 }
 
-void PromptFetch::on_lost(const Error& why) { static_cast<void>(fail(why)); }
+void PromptFetch::on_lost(const Error& why) { static_cast<void>(fail(why, /*linked=*/false)); }
 
 std::shared_ptr<Fetch> PromptFetch::fetch() const noexcept {
   const Lock lock(mutex_);

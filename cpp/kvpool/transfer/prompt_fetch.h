@@ -61,7 +61,7 @@ class PromptFetch final : public AwaitedTransfer, public FetchTaker {
   void begin_fetch();
   void end_cached(Lock& lock, std::vector<Address>&& addresses);
   void end(Lock& lock, std::optional<Error> error);
-  bool fail(const Error& why) noexcept;
+  bool fail(const Error& why, bool linked = true) noexcept;
   void let_go() const noexcept;
   std::shared_ptr<Fetch> fetch() const noexcept;
 
