@@ -57,6 +57,7 @@ bool PromptFetch::withdraw() noexcept {
 
 void PromptFetch::on_answer(Message&& message) {
   Lock lock(mutex_);
+  if (message.verb == kUnmatchVerb.number) return;  // to let_go(), by a thread that has not forgotten the call yet
   if (message.verb != kMatchVerb.number) throw Error(ErrorCode::kProtocol, "the peer answered what it was not asked");
   if (message.kind == FrameKind::kRefused) {
     if (phase_ == Phase::kMatching) end(lock, read_error(message.body));
