@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from host_kit import config, fill, host_memory, indices, key, keys, page_of
+from host_kit import LAYERS, PAGE, SLOTS, config, fill, host_memory, indices, key, keys, mha_device, page_of
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.mem_cache.pool_host.mha import AsymmetricMHATokenToKVPoolHost
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 
 import kvpool
@@ -204,6 +205,13 @@ def test_host_memory_that_cannot_be_had_page_by_page_is_refused(host: Any) -> No
         made(host, {PoolName.MAMBA: Refusing()})
     with pytest.raises(kvpool.Unsupported, match="mamba have no bytes"):
         made(host, {PoolName.MAMBA: Empty()})
+
+
+def test_keys_and_values_of_different_sizes_are_refused() -> None:
+    sizes = mha_device(v_head_dim=8)._mha_buffer_info()
+    more = {"pin_memory": False, "device_capacity_tokens": SLOTS, "start_layer": 0, "end_layer": LAYERS}
+    with pytest.raises(kvpool.Unsupported, match="AsymmetricMHATokenToKVPoolHost one by one"):
+        made(AsymmetricMHATokenToKVPoolHost(sizes, 2.0, 0, PAGE, "page_first", **more))
 
 
 @pytest.mark.parametrize("kind", ["mha", "mla"])
