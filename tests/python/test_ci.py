@@ -31,7 +31,8 @@ SKIPPED_WHOLE = "import pytest\npytest.importorskip('no_such_module')"
 def run_pytest(
     folder: Path, *options: str, files: dict[str, str], **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    shutil.copy(ROOT / "tests" / "conftest.py", folder)
+    for shared in (ROOT / "tests" / "conftest.py", ROOT / "tests" / "python" / "fair_skips.py"):
+        shutil.copy(shared, folder)
     (folder / "pytest.ini").write_text("[pytest]\n")
     for name, content in files.items():
         (folder / name).write_text(content)
@@ -77,6 +78,15 @@ def test_a_skip_without_a_good_reason_fails_in_ci_and_is_reported_again(tmp_path
     assert "== python.xml: 2 failed\n" in told
     assert "test_it::test_unfair\n" in told
     assert "not in FAIR_SKIPS" in told
+
+
+def test_a_skip_fails_in_an_engines_environment_as_well(tmp_path):
+    """Which has no Hypothesis, so it reads no conftest.py and names the plugin."""
+    plugin = ("-p", "fair_skips", "--noconftest", "--continue-on-collection-errors")
+    run = run_pytest(tmp_path, *plugin, files=FILES, KVPOOL_CI="1", PYTHONPATH=str(ROOT / "tests" / "python"))
+    assert run.returncode == 1
+    assert "1 failed, 1 passed, 1 skipped, 1 xfailed, 1 error" in run.stdout
+    assert "not in FAIR_SKIPS" in run.stdout
 
 
 def test_a_skip_passes_on_a_developers_machine(tmp_path):

@@ -32,15 +32,23 @@ def test_make_test_runs_the_engines_in_their_own_environment():
     assert "tests/engines/transformers --junitxml=$(REPORTS)/engines-transformers.xml" in recipe
     assert re.search(r"\$\(SGLANG_TESTS\) \\?\s*--junitxml=\$\(REPORTS\)/engines-sglang.xml", recipe)
     assert "PYTEST_ARGS" not in recipe  # it names tests of the other calls
+    without = re.findall(r"PYTHONPATH=(\S+)(?:(?!PYTHONPATH=)[^;])*--noconftest -p fair_skips", recipe)
+    assert len(without) == recipe.count("--noconftest") == 2
+    assert all(path.split(":")[:2] == ["src", "tests/python"] for path in without)
     assert re.search(r"^test-engines:.*\$\(VLLM_VENV\)/done", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert re.search(r"^test-engines:.*\$\(SGLANG_VENV\)/done", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert "--no-deps -r $(SGLANG_TESTS)/requirements.txt" in recipe_of(re.escape("$(SGLANG_VENV)/done"))
+    install = recipe_of(re.escape("$(SGLANG_VENV)/done"))
+    needs = ("-m venv --clear", '"$(TORCH)" $(PYTEST)', "--no-deps -r $(SGLANG_TESTS)/requirements.txt")
+    for needed in needs:
+        assert needed in install
     install = recipe_of(re.escape("$(VLLM_VENV)/done"))
     unwanted = "uninstall --quiet -y torchvision torchaudio torchcodec"
-    for needed in ('install --quiet "$(TORCH)"', '"$(VLLM)" "$(TRANSFORMERS)" xxhash pytest', unwanted):
+    for needed in ('install --quiet "$(TORCH)"', '"$(VLLM)" "$(TRANSFORMERS)" xxhash $(PYTEST)', unwanted):
         assert needed in install
-    # Only the skips of vLLM's own kit say so, and none of them is fair in continuous integration.
+    assert re.fullmatch(r"pytest==[\d.]+ pytest-timeout==[\d.]+", makefile("PYTEST"))
+    # Only the skips of the engines' own tests say so, and none of them is fair in continuous integration.
     assert not CONFTEST.skip_is_fair("vLLM is not installed in .venv-vllm: make test-engines installs it")
+    assert not CONFTEST.skip_is_fair("SGLang wants a core for each rank")
     engines = [path.name for path in (ROOT / "tests" / "engines").rglob("test_*.py")]
     assert len(engines) >= 4
 

@@ -28,10 +28,10 @@ class ReachableLinker(KvpoolLinker):
             self._store.cache.evict(1 << 20)
         return super().load(rid, transfers)
 
-    def _carry_out(self, index: int, loads: Any) -> None:
+    def _carry_out(self, index: int, loads: Any, ready: Any) -> None:
         if self._obey("before a copy: ") == "close":
             self._store.pool.close()
-        super()._carry_out(index, loads)
+        super()._carry_out(index, loads, ready)
 
     def _obey(self, at: str = "") -> str:
         """Of several ranks the first that comes obeys."""

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from host_kit import config, fill, host_memory, indices, key, keys, page_of
+from host_kit import LAYERS, PAGE, SLOTS, config, fill, host_memory, indices, key, keys, mha_device, page_of
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.mem_cache.pool_host.mha import AsymmetricMHATokenToKVPoolHost
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 
 import kvpool
@@ -130,8 +131,7 @@ def test_indices_that_do_not_fit_are_refused(storage: Any) -> None:
 
 def test_a_lost_store_has_nothing_and_harms_nobody(host: Any, storage: Any) -> None:
     storage.batch_set_v1(keys(0, 2), indices([0, 1]))
-    store = storage._storages.find("kv")
-    store.pool.close()  # as if its memory were lost
+    storage._storages._stores["kv"].pool.close()  # as if its memory were lost
     content = page_of(host, 5)
     assert storage.batch_exists(keys(0, 2)) == 0
     assert storage.batch_get_v1(keys(0, 2), indices([5, 6])) == [False, False]
@@ -149,6 +149,75 @@ def test_clear_drops_all_pages_and_close_may_be_called_twice(storage: Any) -> No
     storage.close()
     storage.close()
     assert storage.batch_exists(keys(0, 1)) == 0
+
+
+@pytest.mark.parametrize("verb", ["save", "load"])
+def test_clear_waits_for_copies_and_drops_what_they_hold(
+    storage: Any, verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage.batch_set_v1(keys(0, 2), indices([0, 1]))
+    store = storage._storages._stores["kv"]
+    copy, copying, go_on = getattr(store, verb), threading.Event(), threading.Event()
+
+    def slow(*given: Any) -> Any:
+        with store.cache.match(keys(0, 2)):  # as the copy pins them
+            copying.set()
+            go_on.wait(30)
+            return copy(*given)
+
+    monkeypatch.setattr(store, verb, slow)
+    move = storage.batch_set_v1 if verb == "save" else storage.batch_get_v1
+    mover = threading.Thread(target=move, args=(keys(0, 4), indices([4, 5, 6, 7])))
+    mover.start()
+    assert copying.wait(30)
+    cleared = threading.Thread(target=storage.clear)
+    cleared.start()
+    cleared.join(0.2)  # long enough for one that does not wait
+    go_on.set()
+    mover.join(30)
+    cleared.join(30)
+    assert len(store.cache) == 0
+    monkeypatch.undo()
+    assert storage.batch_set_v1(keys(0, 2), indices([0, 1])) == [True, True]  # it is open again
+
+
+def test_memory_that_runs_out_is_told_as_a_miss(storage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*given: Any) -> Any:
+        raise MemoryError
+
+    storage.batch_set_v1(keys(0, 2), indices([0, 1]))
+    monkeypatch.setattr(storage._storages._stores["kv"], "load", full)
+    monkeypatch.setattr(storage._storages._stores["kv"], "save", full)
+    assert storage.batch_get_v1(keys(0, 2), indices([4, 5])) == [False, False]
+    assert storage.batch_set_v1(keys(2, 1), indices([2])) == [False]
+
+
+def test_host_memory_that_cannot_be_had_page_by_page_is_refused(host: Any) -> None:
+    class Refusing(StateHost):
+        def get_dummy_flat_data_page(self) -> torch.Tensor:
+            raise NotImplementedError("no flat pages")
+
+    class Empty(StateHost):
+        def get_dummy_flat_data_page(self) -> torch.Tensor:
+            return torch.zeros(0)
+
+    with pytest.raises(kvpool.Unsupported, match="of a Refusing one by one: no flat pages"):
+        made(host, {PoolName.MAMBA: Refusing()})
+    with pytest.raises(kvpool.Unsupported, match="mamba have no bytes"):
+        made(host, {PoolName.MAMBA: Empty()})
+
+
+def test_keys_and_values_of_different_sizes_are_refused() -> None:
+    sizes = mha_device(v_head_dim=8)._mha_buffer_info()
+    more = {"pin_memory": False, "device_capacity_tokens": SLOTS, "start_layer": 0, "end_layer": LAYERS}
+    with pytest.raises(kvpool.Unsupported, match="AsymmetricMHATokenToKVPoolHost one by one"):
+        made(AsymmetricMHATokenToKVPoolHost(sizes, 2.0, 0, PAGE, "page_first", **more))
+
+
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+def test_host_memory_whose_pages_are_unified_is_refused(kind: str) -> None:
+    with pytest.raises(kvpool.Unsupported, match="page_unified"):
+        made(host_memory(kind, "page_unified"))
 
 
 def test_figures_are_those_since_the_last_call(storage: Any) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from host_kit import LAYERS, PAGE, fill, indices, key, keys, mha_device, mla_device
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.mem_cache.unified_cache import unified_cache_linker
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.linker_factory import create_unified_cache_linker
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
@@ -19,15 +22,18 @@ from kvpool.engines.sglang.linker import KvpoolLinker
 FULL = frozenset({ComponentType.FULL})
 
 
-def made(device: Any, components: Any = FULL, **extra: Any) -> Any:
-    """A linker as SGLang makes it."""
-    params = SimpleNamespace(
-        token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: device), page_size=PAGE, attn_cp_size=1,
-        attn_tp_cache_group=None, tp_cache_group=None,
-    )  # fmt: skip
+def made(
+    device: Any, components: Any = FULL, *, sglang: dict[str, Any] | None = None, stream: Any = None, **extra: Any
+) -> Any:
+    """A linker as SGLang makes it. `sglang`: of SGLang's parameters those that are not the usual ones."""
+    allocator: Any = SimpleNamespace(get_kvcache=lambda: device)
+    memory: dict[str, Any] = {"req_to_token_pool": None, "token_to_kv_pool_allocator": allocator, "page_size": PAGE}
+    params = CacheInitParams(disable=False, **(memory | (sglang or {})))
     place = {"linker": "KvpoolLinker", "linker_module_path": "kvpool.engines.sglang.linker"}
     config = {**place, "linker_extra_config": {"dram_pages": 8} | extra}
-    return create_unified_cache_linker(None, params, backend="dynamic", config=config, components=set(components))
+    return create_unified_cache_linker(
+        None, params, backend="dynamic", config=config, components=set(components), forward_stream=stream
+    )
 
 
 def transfer(names: list[str], pages: list[int] | None = None) -> list[Any]:
@@ -141,13 +147,27 @@ def test_what_was_looked_up_stays_until_it_is_loaded(linker: Any) -> None:
     assert save(linker, keys(20, 4), [0, 1, 2, 3])
 
 
+def pinned(linker: Any) -> int:
+    stats = linker._store.cache.stats()
+    return int(stats["blocks"] - stats["evictable"])
+
+
 def test_look_ups_that_are_given_up_do_not_fill_the_cache(linker: Any) -> None:
     save(linker, keys(0, 8), list(range(8)))
     for request in range(100):
         assert len(linker.lookup(f"r{request}", transfer(keys(request % 8, 1)))) == 1
-    assert len(linker._lookups._hits) == 64
-    linker.reset()
-    assert linker._store.cache.stats()["evictable"] == 0
+    assert pinned(linker) == 1  # of the latest
+    assert len(linker.lookup("long", transfer(keys(0, 8)))) == 8
+    assert linker.lookup("new", transfer([key("other")])) == []
+    assert pinned(linker) == 0
+    assert save(linker, keys(20, 8), list(range(8)))
+
+
+def test_a_batch_that_begins_ends_the_pins_of_look_ups(linker: Any) -> None:
+    save(linker, keys(0, 8), list(range(8)))
+    assert len(linker.lookup("r", transfer(keys(0, 8)))) == 8
+    assert linker.start_layer_wise_loading() == -1
+    assert pinned(linker) == 0
 
 
 def test_a_copy_that_fails_is_told(linker: Any) -> None:
@@ -169,6 +189,89 @@ def test_with_several_ranks_all_answer_alike(device: Any, linker: Any) -> None:
     index = linker.start_layer_wise_loading()
     assert not linker.finish_layer_wise_loading(index)
     assert same(content(device, 9), before)
+
+
+def test_a_load_that_has_no_pages_does_not_keep_the_others_from_theirs(device: Any, linker: Any) -> None:
+    linker._ranks = 2
+    save(linker, keys(0, 2), [0, 1])
+    before = [content(device, page) for page in (0, 1, 9)]
+    assert linker.load("bad", transfer([key("other")], [9]))
+    assert linker.load("good", transfer(keys(0, 2), [10, 11]))
+    assert not linker.finish_layer_wise_loading(linker.start_layer_wise_loading())
+    assert all(same(content(device, page), wanted) for page, wanted in zip((10, 11, 9), before, strict=True))
+    assert pinned(linker) == 0
+
+
+class Streams:
+    """In place of SGLang's module for its device: says what is done with events, and which copies are made."""
+
+    def __init__(self, linker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        done: list[Any] = []
+        self.done = done
+
+        class Event:
+            def record(self, stream: Any = "current") -> None:
+                self.stream = stream
+                done.append(("record", stream))
+
+            def synchronize(self) -> None:
+                done.append(("wait", self.stream))
+
+        monkeypatch.setattr(unified_cache_linker, "device_module", SimpleNamespace(Event=Event))
+        for name in ("save", "load"):
+            copy = getattr(linker._store, name)
+            monkeypatch.setattr(linker._store, name, lambda *given, name=name, copy=copy: self._copy(name, copy, given))
+
+    def _copy(self, name: str, copy: Any, given: Any) -> Any:
+        self.done.append(name)
+        return copy(*given)
+
+
+def test_copies_follow_what_sglangs_streams_had_when_it_asked(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    linker = made(device, stream="forward")
+    streams = Streams(linker, monkeypatch)
+    asked = [("record", "current"), ("record", "forward")]
+    waited = [("wait", "current"), ("wait", "forward")]
+    busy = threading.Event()
+    linker._saver.submit(busy.wait, 30)
+    linker.offload(transfer(keys(0, 2), [0, 1]))
+    assert streams.done == asked  # by SGLang's own thread
+    busy.set()
+    linker._saved[-1].result(30)
+    assert streams.done == [*asked, *waited, "save"]
+    streams.done.clear()
+    busy.clear()
+    linker._loader.submit(busy.wait, 30)
+    assert linker.load("r", transfer(keys(0, 2), [8, 9]))
+    index = linker.start_layer_wise_loading()
+    assert streams.done == asked
+    busy.set()
+    assert linker.finish_layer_wise_loading(index)
+    assert streams.done == [*asked, *waited, "load"]
+    linker.close()
+
+
+def test_without_a_stream_of_its_own_the_forward_is_in_the_current_one(
+    device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linker = made(device)
+    streams = Streams(linker, monkeypatch)
+    assert save(linker, keys(0, 1), [0])
+    assert load(linker, keys(0, 1), [8])
+    assert streams.done == [("record", "current"), ("wait", "current"), "save",
+                            ("record", "current"), ("wait", "current"), "load"]  # fmt: skip
+    linker.close()
+
+
+def test_memory_that_runs_out_is_told_as_a_miss(linker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(names: Any) -> Any:
+        raise MemoryError
+
+    save(linker, keys(0, 2), [0, 1])
+    monkeypatch.setattr(linker._lookups, "_cache", SimpleNamespace(match=full))
+    assert linker.lookup("r", transfer(keys(0, 2))) == []
+    assert not linker.load("r", transfer(keys(0, 2), [8, 9]))
+    assert linker.start_layer_wise_loading() == -1
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -199,9 +302,35 @@ def test_models_with_other_caches_are_refused(device: Any) -> None:
         made(device, components={ComponentType.FULL, ComponentType.SWA})
     with pytest.raises(kvpool.Unsupported, match="SimpleNamespace"):
         made(SimpleNamespace(layer_num=1))
-    device.k_scale_buffer = [torch.ones(1)]
+
+
+SCALES = ["k_scale_buffer", "v_scale_buffer", "native_k_scale_buffer", "native_v_scale_buffer"]
+
+
+@pytest.mark.parametrize("scales", SCALES)
+def test_scales_beside_the_cache_are_refused(device: Any, scales: str) -> None:
+    assert getattr(device, scales) is None  # it is SGLang's name
+    setattr(device, scales, [torch.ones(1)])
     with pytest.raises(kvpool.Unsupported, match="scales"):
         made(device)
+
+
+def test_quantized_caches_are_refused(device: Any) -> None:
+    assert not device.is_quantized_kv_cache
+    device.quant_method = object()  # not UnquantizedKVCacheMethod
+    with pytest.raises(kvpool.Unsupported, match="scales"):
+        made(device)
+
+
+@pytest.mark.parametrize("make", [mha_device, mla_device])
+def test_pages_of_which_a_rank_holds_some_tokens_are_refused(make: Any) -> None:
+    with pytest.raises(kvpool.Unsupported, match="dcp-size"):
+        made(make(), sglang={"page_size": 2 * PAGE})
+
+
+def test_pipeline_stages_are_refused(device: Any) -> None:
+    with pytest.raises(kvpool.Unsupported, match="2 pipeline stages"):
+        made(device, sglang={"pp_size": 2})
 
 
 def test_keys_and_values_of_different_sizes_are_refused() -> None:

@@ -76,7 +76,7 @@ def test_tensors_that_hold_no_whole_pages_in_a_row_are_refused():
     from kvpool.engines.sglang.pages import device_pieces
 
     class MHATokenToKVPool(SimpleNamespace):
-        pass
+        page_size = 8
 
     good = torch.zeros(24, 2, 8)
     device = MHATokenToKVPool(k_buffer=[good], v_buffer=[good], k_scale_buffer=None)
@@ -84,7 +84,9 @@ def test_tensors_that_hold_no_whole_pages_in_a_row_are_refused():
     with pytest.raises(kvpool.LayoutMismatch):
         device_pieces(MHATokenToKVPool(k_buffer=[good.transpose(1, 2)], v_buffer=[]), 8)
     with pytest.raises(kvpool.LayoutMismatch):
-        device_pieces(MHATokenToKVPool(k_buffer=[good], v_buffer=[]), 64)
+        device_pieces(MHATokenToKVPool(k_buffer=[good], v_buffer=[], page_size=64), 64)
+    with pytest.raises(kvpool.Unsupported, match="dcp-size"):
+        device_pieces(MHATokenToKVPool(k_buffer=[good], v_buffer=[]), 16)
     with pytest.raises(kvpool.Unsupported, match="hnd"):
         device_pieces(MHATokenToKVPool(kv_cache_layout="hnd", k_buffer=[good], v_buffer=[]), 8)
     with pytest.raises(kvpool.Unsupported, match="SimpleNamespace"):

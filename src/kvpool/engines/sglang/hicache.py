@@ -156,20 +156,20 @@ class KvpoolHiCache(HiCacheStorage):  # type: ignore[misc]
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
         """Stores flat pages. All or none."""
-        store = self._storages.find(KV)
-        if store is None:
-            return False
-        rows = np.concatenate([_bytes_of(value) for value in values]) if keys else np.empty(0, np.uint8)
-        return _guarded("store", lambda: store.cache.put(key_bytes_of(keys), rows), -1) >= 0
+        with self._storages.use(KV) as store:
+            if store is None:
+                return False
+            rows = np.concatenate([_bytes_of(value) for value in values]) if keys else np.empty(0, np.uint8)
+            return _guarded("store", lambda: store.cache.put(key_bytes_of(keys), rows), -1) >= 0
 
     def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
         """Fills flat pages, from the first on; None for each that is not."""
-        store = self._storages.find(KV)
-        if store is None:
-            return [None] * len(keys)
         targets = list(target_locations)
-        rows = np.empty((len(keys), store.cache.block_bytes), np.uint8)
-        loaded = _guarded("load", lambda: store.cache.get(key_bytes_of(keys), rows), 0)
+        with self._storages.use(KV) as store:
+            if store is None:
+                return [None] * len(keys)
+            rows = np.empty((len(keys), store.cache.block_bytes), np.uint8)
+            loaded = _guarded("load", lambda: store.cache.get(key_bytes_of(keys), rows), 0)
         for row, target in zip(rows[:loaded], targets, strict=False):
             _bytes_of(target)[:] = row
         return targets[:loaded] + [None] * (len(keys) - loaded)
@@ -177,7 +177,7 @@ class KvpoolHiCache(HiCacheStorage):  # type: ignore[misc]
     # ---- the rest
 
     def clear(self) -> None:
-        """Drops all pages."""
+        """Drops all pages, after the copies that are under way."""
         self._storages.clear()
 
     def get_stats(self) -> StorageMetrics:
@@ -192,13 +192,13 @@ class KvpoolHiCache(HiCacheStorage):  # type: ignore[misc]
     # ----
 
     def _count(self, pool: str, keys: list[str]) -> int:
-        store = self._storages.find(pool)
-        return 0 if store is None else _guarded("look up", lambda: store.cache.count(key_bytes_of(keys)), 0)
+        with self._storages.use(pool) as store:
+            return 0 if store is None else _guarded("look up", lambda: store.cache.count(key_bytes_of(keys)), 0)
 
     def _exists(self, pool: str, keys: list[str]) -> npt.NDArray[np.bool_]:
-        store = self._storages.find(pool)
         none = np.zeros(len(keys), bool)
-        return none if store is None else _guarded("look up", lambda: store.cache.exists(key_bytes_of(keys)), none)
+        with self._storages.use(pool) as store:
+            return none if store is None else _guarded("look up", lambda: store.cache.exists(key_bytes_of(keys)), none)
 
     def _transfer(self, move: Callable[[str, int, list[str], Any], list[bool]], transfer: PoolTransfer) -> list[bool]:
         host_pool = self.registered_pools[transfer.name]
@@ -207,24 +207,26 @@ class KvpoolHiCache(HiCacheStorage):  # type: ignore[misc]
         )
 
     def _set(self, pool: str, page_tokens: int, keys: list[str], host_indices: Any) -> list[bool]:
-        store, pages = self._storages.find(pool), _pages_of(pool, page_tokens, keys, host_indices)
-        if store is None or pages is None:
-            return [False] * len(keys)
-        began = time.perf_counter()
-        stored = _guarded("store", lambda: _done(store.save, keys, pages), False)
-        if stored:
-            self._count_pages(self._metrics.backup_pgs, self._metrics.backup_bandwidth, store, len(keys), began)
-        return [stored] * len(keys)
+        pages = _pages_of(pool, page_tokens, keys, host_indices)
+        with self._storages.use(pool) as store:
+            if store is None or pages is None:
+                return [False] * len(keys)
+            began = time.perf_counter()
+            stored = _guarded("store", lambda: _done(store.save, keys, pages), False)
+            if stored:
+                self._count_pages(self._metrics.backup_pgs, self._metrics.backup_bandwidth, store, len(keys), began)
+            return [stored] * len(keys)
 
     def _get(self, pool: str, page_tokens: int, keys: list[str], host_indices: Any) -> list[bool]:
-        store, pages = self._storages.find(pool), _pages_of(pool, page_tokens, keys, host_indices)
-        if store is None or pages is None:
-            return [False] * len(keys)
-        began = time.perf_counter()
-        loaded = _guarded("load", lambda: store.load(keys, pages), 0)
-        if loaded:
-            self._count_pages(self._metrics.prefetch_pgs, self._metrics.prefetch_bandwidth, store, loaded, began)
-        return [at < loaded for at in range(len(keys))]
+        pages = _pages_of(pool, page_tokens, keys, host_indices)
+        with self._storages.use(pool) as store:
+            if store is None or pages is None:
+                return [False] * len(keys)
+            began = time.perf_counter()
+            loaded = _guarded("load", lambda: store.load(keys, pages), 0)
+            if loaded:
+                self._count_pages(self._metrics.prefetch_pgs, self._metrics.prefetch_bandwidth, store, loaded, began)
+            return [at < loaded for at in range(len(keys))]
 
     def _count_pages(self, pages: list[int], rates: list[float], store: Store, n: int, began: float) -> None:
         pages.append(n)
@@ -237,7 +239,7 @@ def _guarded(what: str, call: Callable[[], _T], otherwise: _T) -> _T:
         return call()
     except OutOfBlocks as error:  # all that is stored is being read
         _log.debug("kvpool has no room for pages of SGLang's: %s", error)
-    except Error as error:
+    except (Error, MemoryError) as error:
         _log.warning("kvpool could not %s pages of SGLang's: %s", what, error)
     return otherwise
 

@@ -1,18 +1,20 @@
 """A linker between SGLang's device memory and kvpool, with no host memory of SGLang's between.
 
 SGLang makes it by ``--enable-unified-cache-external-linker`` with the backend ``dynamic``. All pages of the device are
-adopted once. Saves and loads run in a thread each, in the order in which SGLang asks for them. SGLang locks the pages
-of a save until it is told that the save has ended, and gives each load slots that nothing else uses.
+adopted once. Saves and loads run in a thread each, in the order in which SGLang asks for them, after the work that
+SGLang had given its streams by then. SGLang locks the pages of a save until it is told that the save has ended, and
+gives each load slots that nothing else uses.
 
 A load that cannot be had is refused when SGLang queues it: then SGLang computes the tokens. After that its pages are
-pinned. If the copy fails all the same, SGLang answers the request with an error, and keeps none of the content.
+pinned. If the copy fails all the same, SGLang answers all requests that load in that batch with an error, and keeps
+none of the content.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -57,7 +59,8 @@ class KvpoolLinker(UnifiedCacheLinker):  # type: ignore[misc]
     Raises:
         ArgumentError, ArgumentTypeError: An option is unknown or wrong.
         OutOfMemory: The machine has not so much memory.
-        Unsupported, LayoutMismatch: The model's cache is of a kind that kvpool does not know.
+        Unsupported, LayoutMismatch: The model's cache is of a kind that kvpool does not know; or each rank has some of
+            the layers (pipeline parallelism).
     """
 
     def __init__(
@@ -73,6 +76,8 @@ class KvpoolLinker(UnifiedCacheLinker):  # type: ignore[misc]
         others = sorted(each.name for each in components if each.name != "FULL")
         if others:
             raise Unsupported(f"the model has {', '.join(others)}; KvpoolLinker supports full attention alone")
+        if params.pp_size > 1:  # SGLang does not make its stages agree on what a linker finds
+            raise Unsupported(f"SGLang runs in {params.pp_size} pipeline stages; KvpoolLinker supports one")
         kvcache = params.token_to_kv_pool_allocator.get_kvcache()
         pieces = device_pieces(kvcache, params.page_size)
         pages = options.pages(sum(piece.shape[1] for piece in pieces))
@@ -81,7 +86,6 @@ class KvpoolLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._page_tokens = params.page_size
         self._ranks = _ranks_of(params)
         self.forward_stream = forward_stream
-        self._stream = forward_stream if hasattr(forward_stream, "cuda_stream") else None  # a CPU's needs no order
         self.pools = {PoolName.KV: kvcache}
         self.layer_done_counter = LayerWiseLoadCounter(kvcache.layer_num)
         self._lookups = Lookups(self._store.cache)
@@ -95,13 +99,13 @@ class KvpoolLinker(UnifiedCacheLinker):  # type: ignore[misc]
     # ---- loads
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        """Lengths of the prefix, in pages, that are stored. They stay so for a while."""
+        """Lengths of the prefix, in pages, that are stored. They stay so until the next look-up or batch."""
         transfer = _only(transfers)
         if transfer is None:
             return []
         try:
-            stored = self._lookups.look_up(rid, key_bytes_of(transfer.keys))
-        except Error as error:
+            stored = self._lookups.look_up(key_bytes_of(transfer.keys))
+        except (Error, MemoryError) as error:
             _log.warning("kvpool could not look up pages of SGLang's: %s", error)
             return []
         return list(range(1, stored + 1))
@@ -116,8 +120,8 @@ class KvpoolLinker(UnifiedCacheLinker):  # type: ignore[misc]
             return False
         load = QueuedLoad(list(transfer.keys), self._pages_of(transfer))
         try:
-            load.hit = self._lookups.take(rid, key_bytes_of(transfer.keys))
-        except Error as error:
+            load.hit = self._lookups.take(key_bytes_of(transfer.keys))
+        except (Error, MemoryError) as error:
             _log.warning("kvpool could not look up pages of SGLang's: %s", error)
         if load.hit is None and self._ranks == 1:
             return False
@@ -126,11 +130,13 @@ class KvpoolLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def start_layer_wise_loading(self) -> int:
         """Begins all queued loads. Returns the number under which SGLang waits for them; -1 without loads."""
+        self._lookups.clear()  # the batch is complete: SGLang looks the requests that wait up again
         if not self._queued:
             return -1
         loads, self._queued = list(self._queued.values()), {}
         index: int = self.layer_done_counter.update_producer()
-        self._loader.submit(self._carry_out, index, loads)
+        # What SGLang's streams have now may still use the slots. What it gives them later waits for the load.
+        self._loader.submit(self._carry_out, index, loads, self.record_offload_ready())
         return index
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
@@ -145,16 +151,17 @@ class KvpoolLinker(UnifiedCacheLinker):  # type: ignore[misc]
         load.close()
         return True
 
-    def _carry_out(self, index: int, loads: list[QueuedLoad]) -> None:
-        """In the thread of loads."""
+    def _carry_out(self, index: int, loads: list[QueuedLoad], ready: Sequence[Any]) -> None:
+        """In the thread of loads. One that has no pages fails the batch, after the others have theirs."""
         try:
-            keys = [key for load in loads for key in load.keys]
-            pages = np.concatenate([load.pages for load in loads])
-            if any(load.hit is None for load in loads):
-                raise StateError("pages were evicted between SGLang's look-up and its load")
-            loaded = self._store.load(keys, pages, self._stream)
+            _await(ready)
+            found = [load for load in loads if load.hit is not None]
+            keys = [key for load in found for key in load.keys]
+            loaded = self._store.load(keys, np.concatenate([load.pages for load in found])) if found else 0
             if loaded != len(keys):
                 raise StateError(f"{loaded} of {len(keys)} pages were there")
+            if len(found) < len(loads):
+                raise StateError("pages were evicted between SGLang's look-up and its load")
         except BaseException as error:
             _log.warning("kvpool could not load pages of SGLang's: %s", error)
             self.layer_done_counter.fail(index, error)
@@ -172,13 +179,15 @@ class KvpoolLinker(UnifiedCacheLinker):  # type: ignore[misc]
         transfer = _only(transfers)
         if transfer is None:
             return False
-        self._saved.append(self._saver.submit(self._save, list(transfer.keys), self._pages_of(transfer)))
+        pages, ready = self._pages_of(transfer), self.record_offload_ready()
+        self._saved.append(self._saver.submit(self._save, list(transfer.keys), pages, ready))
         return True
 
-    def _save(self, keys: list[str], pages: npt.NDArray[np.int64]) -> bool:
-        """In the thread of saves. What the stream has by now includes what SGLang had given it when it asked."""
+    def _save(self, keys: list[str], pages: npt.NDArray[np.int64], ready: Sequence[Any]) -> bool:
+        """In the thread of saves."""
         try:
-            self._store.save(keys, pages, self._stream)
+            _await(ready)
+            self._store.save(keys, pages)
         except OutOfBlocks as error:  # all that is stored is being loaded, or the cache is smaller than this
             _log.debug("kvpool has no room for pages of SGLang's: %s", error)
         except BaseException as error:
@@ -241,6 +250,12 @@ def _only(transfers: list[PoolTransfer]) -> PoolTransfer | None:
     if len(transfers) == 1 and transfers[0].name == PoolName.KV and transfers[0].keys:
         return transfers[0]
     return None
+
+
+def _await(events: Sequence[Any]) -> None:
+    """Until the GPU has come to where SGLang's streams were when the events were recorded."""
+    for event in events:
+        event.synchronize()
 
 
 def _ranks_of(params: Any) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,8 +10,6 @@ import numpy.typing as npt
 from kvpool import _core
 
 __all__ = ["Lookups", "QueuedLoad"]
-
-_LOOKUPS_MAX = 64
 
 
 @dataclass
@@ -36,9 +33,10 @@ class QueuedLoad:
 
 
 class Lookups:
-    """Pins what was looked up until it is loaded: otherwise a save could evict it in between.
+    """Pins what was looked up last until it is loaded: otherwise a save could evict it in between.
 
-    SGLang does not say when it gives a look-up up, so only those of the last 64 requests count.
+    SGLang does not say when it gives a look-up up. It looks each request up once more right before it queues its load,
+    so the pins of older look-ups would serve nobody and take room from saves. Not thread-safe.
 
     Args:
         cache: Where the pages are.
@@ -46,33 +44,26 @@ class Lookups:
 
     def __init__(self, cache: _core.KeyedCache) -> None:
         self._cache = cache
-        self._hits: OrderedDict[str, _core.KeyedMatch] = OrderedDict()
+        self._latest: _core.KeyedMatch | None = None
 
-    def look_up(self, rid: str, keys: list[str] | list[bytes]) -> int:
-        """How many pages are stored, from the first on."""
+    def look_up(self, keys: list[str] | list[bytes]) -> int:
+        """How many pages are stored, from the first on. Ends the pins of the look-up before."""
         hit = self._cache.match(keys)
-        self._drop(rid)
-        if hit.first:
-            self._hits[rid] = hit
-        while len(self._hits) > _LOOKUPS_MAX:
-            self._drop(next(iter(self._hits)))
+        self.clear()
+        self._latest = hit
         return hit.first
 
-    def take(self, rid: str, keys: list[str] | list[bytes]) -> _core.KeyedMatch | None:
+    def take(self, keys: list[str] | list[bytes]) -> _core.KeyedMatch | None:
         """Pins the pages for their load, in place of the look-up; None if they are not all there."""
         hit = self._cache.match(keys)
-        self._drop(rid)
+        self.clear()
         if hit.first == len(keys):
             return hit
         hit.close()
         return None
 
     def clear(self) -> None:
-        """Ends all pins."""
-        while self._hits:
-            self._drop(next(iter(self._hits)))
-
-    def _drop(self, rid: str) -> None:
-        hit = self._hits.pop(rid, None)
+        """Ends the pins."""
+        hit, self._latest = self._latest, None
         if hit is not None:
             hit.close()

@@ -14,6 +14,9 @@ from kvpool.types import KVLayout
 
 __all__ = ["device_pieces", "host_pieces", "layout_of"]
 
+_SCALES = (
+    "k_scale_buffer", "v_scale_buffer", "kv_scale_buffer", "native_k_scale_buffer", "native_v_scale_buffer",
+)  # fmt: skip
 _PAGED = ("page_first_direct", "page_head")  # SGLang's host layouts whose first dimension counts pages
 
 
@@ -23,13 +26,16 @@ def device_pieces(kvcache: Any, page_tokens: int) -> list[Any]:
     Args:
         kvcache: SGLang's ``MHATokenToKVPool`` or ``MLATokenToKVPool``: for each layer's K and V, or for its latent, a
             tensor with a row for each token.
-        page_tokens: Tokens in a page.
+        page_tokens: Tokens in a page of SGLang's tree.
 
     Raises:
-        Unsupported: It is another kind of memory: with scales, of a sliding window, with states, or split in layers.
+        Unsupported: It is another kind of memory: with scales, of a sliding window, with states, split in layers, or
+            with some tokens of each page (decode context parallelism).
     """
     name = type(kvcache).__name__
-    if any(getattr(kvcache, scales, None) is not None for scales in ("k_scale_buffer", "kv_scale_buffer")):
+    if getattr(kvcache, "is_quantized_kv_cache", False) or any(
+        getattr(kvcache, it, None) is not None for it in _SCALES
+    ):
         raise Unsupported("SGLang's cache has scales beside its keys and values, which kvpool does not support")
     if getattr(kvcache, "layer_shard_enabled", False):
         raise Unsupported("each rank has a part of the layers (layer_shard), which kvpool does not support")
@@ -47,6 +53,11 @@ def device_pieces(kvcache: Any, page_tokens: int) -> list[Any]:
             "whose layers all attend to all tokens, with keys and values without scales",
             kind=name,
         )
+    if kvcache.page_size != page_tokens:
+        raise Unsupported(
+            f"a page has {page_tokens} tokens, and the memory of a rank holds pages of {kvcache.page_size}: kvpool "
+            "does not support decode context parallelism (--dcp-size)"
+        )
     return [_token_rows(buffer, page_tokens) for buffer in buffers]
 
 
@@ -55,7 +66,12 @@ def host_pieces(host_pool: Any) -> list[Any] | None:
 
     Args:
         host_pool: A ``HostKVCache``.
+
+    Raises:
+        Unsupported: Its layout is one that kvpool does not know and SGLang does not copy page by page.
     """
+    if getattr(host_pool, "layout", None) == "page_unified":
+        raise Unsupported("kvpool does not support the layout page_unified of SGLang's host memory")
     name = type(host_pool).__name__
     buffer: Any = getattr(host_pool, "kv_buffer", None)
     if name not in ("MHATokenToKVPoolHost", "MLATokenToKVPoolHost") or not hasattr(buffer, "data_ptr"):

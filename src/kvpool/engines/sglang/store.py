@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvpool import _core
 from kvpool.engines.sglang.pages import layout_of
-from kvpool.errors import ArgumentError
+from kvpool.errors import ArgumentError, Unsupported
 from kvpool.pool import Pool
 from kvpool.types import RawLayout
 
@@ -76,7 +76,7 @@ class FlatStore:
     """Of a host pool that gives out its pages one by one (SGLang's ``get_data_page``)."""
 
     def __init__(self, host_pool: Any, pages: int, name: str) -> None:
-        """Asks the pool how large a page is. Raises OutOfMemory."""
+        """Asks the pool how large a page is. Raises OutOfMemory, and as `flat_page_bytes`."""
         self._host = host_pool
         self._page_bytes = flat_page_bytes(host_pool)
         self.pool = Pool(RawLayout(self._page_bytes), dram_blocks=pages)
@@ -105,8 +105,16 @@ class FlatStore:
 
 
 def flat_page_bytes(host_pool: Any) -> int:
-    """Bytes of a page of a host pool."""
-    page = host_pool.get_dummy_flat_data_page()
+    """Bytes of a page of a host pool.
+
+    Raises:
+        Unsupported: SGLang does not give out the pages of this pool one by one.
+    """
+    try:
+        page = host_pool.get_dummy_flat_data_page()
+    except NotImplementedError as error:
+        name = type(host_pool).__name__
+        raise Unsupported(f"SGLang does not give out the pages of a {name} one by one: {error}", kind=name) from error
     return int(page.numel() * page.element_size())
 
 
