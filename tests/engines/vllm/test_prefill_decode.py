@@ -41,7 +41,9 @@ def pair(request, engines):
     prefill, decode = engines
     prefill.inside("send_by_layer", request.param)
     for engine in engines:
-        assert engine("reset", connector=True)["ok"]
+        until = time.monotonic() + 30
+        while not engine("reset", connector=True)["ok"]:  # while a prompt arrives, what it adds to is in use
+            assert time.monotonic() < until
     return prefill, decode
 
 
