@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.context import Context
-from bench.engines.vllm_servers import BLOCK, PYTHON, ROOT, Measured, Server, environment, replay, router
+from bench.engines.vllm_servers import BLOCK, PYTHON, ROOT, Measured, Server, environment, free_port, replay, router
 from bench.result import Report, Row, Skipped
 
 TITLE = "vLLM: two servers, routed by kvpool and round robin, with kvpool's cache and without"
@@ -51,7 +51,8 @@ def run(context: Context) -> Report:
                     salt = 100 * number + 10 * bool(suffix)
                     urls = [server.url for server in two]
                     measured[name]["round robin" + suffix] = replay(urls, _salted(each, salt), _OUT, _IN_FLIGHT)
-                    with router(two) as url:
+                    named = ",".join(f"{server.name}={server.url}" for server in two)
+                    with router("--instances", named, up=len(two)) as url:
                         measured[name]["router" + suffix] = replay([url], _salted(each, salt + 1), _OUT, _IN_FLIGHT)
     return _report(prompts, measured)
 
@@ -133,7 +134,12 @@ def _servers(folder: Path, connector: dict[str, Any] | None) -> Iterator[list[Se
     with contextlib.ExitStack() as stack:
         two = []
         for name in ("a", "b"):
-            two.append(Server(folder, name, _OWN_BLOCKS, connector, _LONGEST))
+            two.append(
+                Server(
+                    folder, name, free_port(), "--max-model-len", _LONGEST, "--dtype", "bfloat16",
+                    "--num-gpu-blocks-override", _OWN_BLOCKS, connector=connector,
+                )
+            )  # fmt: skip
             stack.callback(two[-1].kill)
         for server in two:
             server.await_start()

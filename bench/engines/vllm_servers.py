@@ -35,28 +35,46 @@ def environment() -> dict[str, str]:
     }  # fmt: skip
 
 
+def free_port() -> int:
+    """One of the loopback that nobody has now."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
 class Server:
-    """An OpenAI-compatible server of vLLM.
+    """An OpenAI-compatible server of vLLM, with its scheduler and its worker in one process.
 
     Args:
         folder: Of the model, and of what the server writes.
         name: Of the instance.
-        blocks: Of vLLM's own cache.
+        port: Of the loopback.
+        options: More of vLLM's.
         connector: Options of kvpool's connector; None for none.
-        longest: Tokens of a request.
+        variables: The environment; None: `environment`.
+
+    Attributes:
+        name: Of the instance.
+        url: Where it answers.
     """
 
-    def __init__(self, folder: Path, name: str, blocks: int, connector: dict[str, Any] | None, longest: int) -> None:
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            port = sock.getsockname()[1]
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        port: int,
+        *options: object,
+        connector: dict[str, Any] | None = None,
+        variables: dict[str, str] | None = None,
+    ) -> None:
         self.name, self.url = name, f"http://127.0.0.1:{port}"
-        command: list[Any] = [
+        command: list[object] = [
             PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", folder / "model", "--port", port,
-            "--served-model-name", MODEL, "--skip-tokenizer-init", "--max-model-len", longest, "--enforce-eager",
-            "--dtype", "bfloat16", "--block-size", BLOCK, "--num-gpu-blocks-override", blocks,
+            "--served-model-name", MODEL, "--skip-tokenizer-init", "--enforce-eager", "--block-size", BLOCK,
             "--enable-prompt-tokens-details", "--distributed-executor-backend",
             "vllm.v1.executor.uniproc_executor.UniProcExecutor",  # by "uni" vLLM takes another one on a CPU
+            *options,
         ]  # fmt: skip
         if connector is not None:
             transfer = {
@@ -67,14 +85,15 @@ class Server:
         self._log = folder / f"{name}.log"
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                list(map(str, command)), stdout=log, stderr=log, env=environment(), cwd=ROOT, start_new_session=True
-            )
+                list(map(str, command)), stdout=log, stderr=log, env=variables or environment(), cwd=ROOT,
+                start_new_session=True,
+            )  # fmt: skip
 
     def await_start(self) -> None:
         end = time.monotonic() + _START_S
         while time.monotonic() < end:
             if self._process.poll() is not None:
-                raise RuntimeError(f"a server of vLLM has ended: {self._log.read_text(errors='replace')[-2000:]}")
+                raise RuntimeError(f"a server of vLLM has ended: {self._log.read_text(errors='replace')[-6000:]}")
             with contextlib.suppress(httpx.HTTPError):
                 if httpx.get(f"{self.url}/health", timeout=5, trust_env=False).status_code == 200:
                     return
@@ -88,15 +107,19 @@ class Server:
 
 
 @contextlib.contextmanager
-def router(servers: Sequence[Server], *options: str) -> Iterator[str]:
-    """The URL of `kvpool router` before these servers, when all are up."""
-    named = ",".join(f"{server.name}={server.url}" for server in servers)
-    command = [sys.executable, "-m", "kvpool", "router", "--port", "0", "--health-interval", "0.5"]
-    process = subprocess.Popen([*command, "--instances", named, *options], stderr=subprocess.PIPE, text=True)
+def router(*options: str, up: int) -> Iterator[str]:
+    """The URL of `kvpool router`, when so many instances are up."""
+    command = [sys.executable, "-m", "kvpool", "router", "--port", "0", "--health-interval", "0.5", *options]
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    )
     try:
         assert process.stderr is not None
         url = f"http://{json.loads(process.stderr.readline())['public']}"
-        while httpx.get(f"{url}/health", trust_env=False).json()["available"] < len(servers):
+        end = time.monotonic() + _START_S
+        while httpx.get(f"{url}/health", timeout=60, trust_env=False).json()["available"] < up:
+            if time.monotonic() > end:
+                raise RuntimeError("the instances are not up")
             time.sleep(0.1)
         yield url
     finally:

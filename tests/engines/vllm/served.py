@@ -4,73 +4,40 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
-from vllm_process import BLOCK, PYTHON, ROOT, Engine, environment_of
+from vllm_process import Engine, environment_of
 
-START_S = 240.0  # of a busy machine
-MODEL = "tiny"
-UNI = "vllm.v1.executor.uniproc_executor.UniProcExecutor"  # by "uni" vLLM takes another one on a CPU
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+from bench.engines import vllm_servers
+from bench.engines.vllm_servers import MODEL, free_port
 
 
-class Server:
-    """An OpenAI-compatible server of vLLM on kvpool."""
+class Server(vllm_servers.Server):
+    """A server on kvpool that publishes KV events; in a cluster under its own name.
+
+    Attributes:
+        events: Where it publishes them.
+    """
 
     def __init__(self, folder: Path, name: str, **extra: Any):
-        self.name = name
-        self.errors = folder / f"server-{name}-{os.getpid()}-{id(self):x}.txt"
-        self.url = f"http://127.0.0.1:{(port := free_port())}"
-        self.events = f"tcp://127.0.0.1:{(events := free_port())}"
+        port, events = free_port(), free_port()
+        self.events = f"tcp://127.0.0.1:{events}"
         published = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{events}"}
         if "cluster" in extra:
-            extra |= {"name": name, "url": self.url}
-        transfer = {"kv_connector": "KvpoolConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-        command = [
-            PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", folder / "model", "--served-model-name",
-            MODEL, "--skip-tokenizer-init", "--port", port, "--max-model-len", 2048, "--enforce-eager",
-            "--block-size", BLOCK, "--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(transfer),
-            "--kv-events-config", json.dumps(published), "--distributed-executor-backend", UNI,
-        ]  # fmt: skip
-        environment = environment_of(folder, own_process=True) | {"OMP_NUM_THREADS": "1"}
-        with self.errors.open("w") as errors:
-            self.process = subprocess.Popen(
-                list(map(str, command)), stdout=errors, stderr=errors, env=environment, cwd=folder,
-                start_new_session=True,
-            )  # fmt: skip
-
-    def await_start(self) -> None:
-        def up() -> bool:
-            assert self.process.poll() is None, self.errors.read_text(errors="replace")[-6000:]
-            with contextlib.suppress(httpx.HTTPError):
-                return httpx.get(f"{self.url}/health", timeout=5).status_code == 200
-            return False
-
-        eventually(up, START_S)
+            extra |= {"name": name, "url": f"http://127.0.0.1:{port}"}
+        super().__init__(
+            folder, name, port, "--max-model-len", 2048, "--kv-events-config", json.dumps(published), connector=extra,
+            variables=environment_of(folder, own_process=True) | {"OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
 
     def metric(self, name: str) -> float:
         """The sum of a metric's samples."""
         lines = httpx.get(f"{self.url}/metrics", timeout=30).text.splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):  # with vLLM's own processes
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
 
 
 @contextlib.contextmanager
@@ -92,20 +59,11 @@ def servers(folder: Path, **extras: dict[str, Any]) -> Iterator[dict[str, Server
 @contextlib.contextmanager
 def router(*arguments: str, up: int) -> Iterator[httpx.Client]:
     """A client of `kvpool router`, when so many instances are up."""
-    command = [sys.executable, "-m", "kvpool", "router", "--port", "0", "--health-interval", "0.5", *arguments]
-    process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    )
-    try:
-        assert process.stderr
-        address = json.loads(process.stderr.readline())["public"]
-        with httpx.Client(base_url=f"http://{address}", timeout=120, trust_env=False) as client:
-            eventually(lambda: client.get("/health").json()["available"] >= up, 60)
-            yield client
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
+    with (
+        vllm_servers.router(*arguments, up=up) as url,
+        httpx.Client(base_url=url, timeout=120, trust_env=False) as client,
+    ):
+        yield client
 
 
 def complete(client: httpx.Client, tokens: list[int], length: int = 8, **fields: Any) -> httpx.Response:
