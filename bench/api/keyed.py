@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable
 from time import perf_counter_ns
 from typing import Any
@@ -43,19 +44,20 @@ class Subject:
     def verbs(self, form: str, n: int) -> list[list[float]]:
         """Times of n calls of each verb, with other keys in each."""
         make = _FORMS[form]
-        batches = [make(self._keys[start : start + BATCH]) for start in range(0, n * BATCH, BATCH)]
+        known = random.Random(7).sample(self._keys, n * BATCH)  # not in the order in which they were put
+        batches = [make(known[start : start + BATCH]) for start in range(0, n * BATCH, BATCH)]
+        new = [make([os.urandom(KEY_BYTES) for _ in range(BATCH)]) for _ in range(n)]
         values = np.arange(BATCH, dtype=np.uint64)
-        fresh = kvpool.KeyedIndex(KEY_BYTES)
-        calls: list[Callable[[Any], object]] = [
-            self._index.exists,
-            lambda keys: self._index.match(keys).close(),
-            lambda keys: fresh.put(keys, values),
+        calls: list[tuple[Callable[[Any], object], list[Any]]] = [
+            (self._index.exists, batches),
+            (lambda keys: self._index.match(keys).close(), batches),
+            (lambda keys: self._index.put(keys, values), new),
         ]
         times: list[list[float]] = []
         with no_collections():
-            for call in calls:
+            for call, asked in calls:
                 own = []
-                for keys in batches:
+                for keys in asked:
                     start = perf_counter_ns()
                     call(keys)
                     own.append((perf_counter_ns() - start) / 1000)

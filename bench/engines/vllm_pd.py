@@ -38,17 +38,18 @@ def run(context: Context) -> Report:
     details = {"versions": versions, "ms": times, "rounds": rounds}
     report = Report()
     report.rows = [
-        Row("left to send after prefill, by layer", middle["left, by layer"], "ms", target=_LEFT_TARGET_MS),
-        Row("the same while the engine saves the prompt, too", middle["left, by layer, while saving"], "ms"),
+        Row("left to send after prefill, by layer, before the prompt is saved", middle["left, by layer"], "ms"),
+        Row("the same beside the save, as in service", middle["left, by layer, while saving"], "ms",
+            target=_LEFT_TARGET_MS),
         Row("left to send after prefill, by request", middle["left, by request"], "ms", details=details),
-        Row("the same while the engine saves the prompt, too", middle["left, by request, while saving"], "ms"),
+        Row("the same beside the save", middle["left, by request, while saving"], "ms"),
         Row("prefill, sent by layer / not sent", middle[f"prefill, {_WAYS[3][0]}"] / middle["prefill"], "x"),
         Row("prefill, sent by request / not sent", middle[f"prefill, {_WAYS[1][0]}"] / middle["prefill"], "x"),
         Row(
-            "first token at decode", middle["decode"], "ms",
+            "first token at decode, of a prompt that has arrived", middle["decode"], "ms",
             peers={name: middle[name] for name in ("computed", "vLLM's cache")},
         ),
-        Row("first token at decode / hit in vLLM's own cache", middle["decode"] / middle["vLLM's cache"], "x",
+        Row("the same / hit in vLLM's own cache", middle["decode"] / middle["vLLM's cache"], "x",
             target=_HIT_TARGET),
         Row("prefill by layer, then decode / computed at decode", middle["both"] / middle["computed"], "x"),
     ]  # fmt: skip

@@ -192,7 +192,7 @@ TEST_CASE("a fetch of a prompt that is given up while another thread makes room 
   Fetching fetching(kit);
   fetching.found(kPages);
   REQUIRE(kit.host.works.size() == 1);
-  kit.reply(kUnmatchVerb, fetching.id);  // as it may come while the call is being given up
+  kit.reply(kUnmatchVerb, fetching.match_id);  // as it may come while the call is being given up
   CHECK_FALSE(fetching.handle->done());
   SUBCASE("cancelled") {
     CHECK(fetching.handle->cancel());

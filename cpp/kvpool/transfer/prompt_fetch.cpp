@@ -165,7 +165,7 @@ void PromptFetch::begin_fetch() {
     begun->start();
   } catch (...) {
     const Lock lock(mutex_);
-    fetch_ = nullptr;  // which gives the blocks back
+    fetch_ = nullptr;  // with `begun` it goes, and gives the blocks back
     throw;
   }
 }

@@ -10,9 +10,9 @@ from kvpool.cluster import Cluster, Member, MemberEvent
 from kvpool.policy.cost import CostModel
 from kvpool.policy.routing import GlobalScheduler, Kind
 
-__all__ = ["RoutingMembers"]
+__all__ = ["KINDS", "RoutingMembers"]
 
-_KINDS: Final = {"prefill": Kind.PREFILL, "decode": Kind.DECODE, "both": Kind.COLOCATED}
+KINDS: Final = {"prefill": Kind.PREFILL, "decode": Kind.DECODE, "both": Kind.COLOCATED}
 
 
 class RoutingMembers:
@@ -86,7 +86,7 @@ class RoutingMembers:
     def _add(self, member: Member) -> None:
         self._scheduler.add_instance(
             member.instance,
-            _KINDS[member.role],
+            KINDS[member.role],
             by_events=self._by_events,
             capacity=self._capacity(member) if self._capacity else 1.0,
             model=self._model(member) if self._model else None,

@@ -121,7 +121,7 @@ def test_a_peer_that_sends_what_is_just_being_saved_leaves_no_block_behind(engin
     assert engine.run(request) == 12
 
 
-def test_what_a_peer_reads_is_not_saved_over(engine):
+def test_what_a_peer_reads_is_not_saved_over():
     """A save takes blocks that nobody uses, and a match may hold all."""
     engine = ApartEngine(dram_blocks=4)
     engine.run(Request("a", prompt(16)))

@@ -41,6 +41,7 @@ class FakeInstance:
                 Route("/v1/chat/completions", self, methods=["POST"]),
                 Route("/v1/models", self._models),
                 Route("/v1/embeddings", self, methods=["POST"]),
+                Route("/v1/responses", self, methods=["POST"]),
             ]
         )
 

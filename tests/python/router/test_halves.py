@@ -6,8 +6,9 @@ import gc
 import json
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
-from router.router_kit import PATIENCE_S, asked_of, events, eventually, fakes, logged, routing, unheard
+from router.router_kit import asked_of, events, eventually, fakes, logged, routing, unheard
 
 from kvpool.control.reading.halves import divisible, for_decode, for_prefill, params_of, without_params
 from kvpool.control.router import InstanceSpec, RouterSettings
@@ -161,11 +162,10 @@ def test_the_same_prompt_goes_where_it_is_cached_at_both():
 
 def test_a_client_that_leaves_ends_prefill():
     with fakes("p1", "d1") as (prefill, decode), routing(prefill, decode) as running:
-        with pytest.raises(Exception, match="timed out"):
+        with pytest.raises(httpx.ReadTimeout):
             running.client.post("/v1/completions", json={"prompt": "x", "first_s": {"p1": 600}}, timeout=0.3)
         eventually(lambda: prefill.abandoned == 1, "prefill went on")
         assert asked_of(decode) == []
-    assert PATIENCE_S > 1
 
 
 def test_while_decode_is_out_others_answer_alone():
@@ -215,7 +215,8 @@ def test_clients_do_not_say_where_caches_go():
             '{"prompt": "x", "temperature": NaN, "kv_transfer_params": {"kvpool": {"to": "mine"}}}',
         ):
             running.client.post("/v1/completions", content=body)
-        assert len(asked_of(prefill)) == 3
+        running.client.post("/v1/responses", json={"input": "x", "kv_transfer_params": mine})
+        assert len(asked_of(prefill)) == 4
         assert not any("kv_transfer_params" in each for each in asked_of(prefill))
     with fakes("b") as (both,), routing(both) as running:  # a router that divides nothing passes everything on
         running.complete("x", kv_transfer_params=mine)

@@ -109,7 +109,7 @@ class Forwarding:
     async def _try_instances(self, asked: Asked, load: Load) -> None:
         failure: _Elsewhere | None = None
         whole = self._is_whole(load.body)
-        if whole and self._kind != "other":
+        if whole and self._fleet.divides:
             self._drop_params(load.body)
         while True:
             try:
@@ -143,7 +143,7 @@ class Forwarding:
 
     def _drop_params(self, body: Body) -> None:
         """Where the router says which cache goes where, clients do not: not even in requests that are not divided."""
-        if self._fleet.divides and isinstance(body, HeldBody):
+        if isinstance(body, HeldBody):
             cleaned = without_params(body.data)
             body.data = body.data if cleaned is None else cleaned
 

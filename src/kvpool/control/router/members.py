@@ -7,11 +7,10 @@ is lost or has come back as another process gets no new requests, and is removed
 from __future__ import annotations
 
 import logging
-import queue
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from kvpool.cluster import Cluster, Member, MemberEvent
+from kvpool.cluster import Cluster, Member
 from kvpool.control.router.fleet import Fleet
 from kvpool.control.router.lease import Instance
 from kvpool.control.router.logs import event
@@ -61,18 +60,12 @@ class ClusterInstances:
         self._fleet = fleet
         self._add = add
         self._remove = remove
-        self._events: queue.SimpleQueue[MemberEvent] = queue.SimpleQueue()
         self._wanted: dict[str, Member] = {}
         self._followed: dict[str, _Followed] = {}
-        self._watch = self._cluster.on_change(self._events.put)
 
     async def reconcile(self) -> None:
-        """Applies what the cluster has said since the last call."""
-        while not self._events.empty():  # this loop alone takes from it
-            happened = self._events.get()
-            self._wanted.pop(happened.member.name, None)
-            if happened.kind in ("joined", "changed") and happened.member.url:
-                self._wanted[happened.member.name] = happened.member
+        """Applies what the cluster says now."""
+        self._wanted = {member.name: member for member in self._cluster.members() if member.url}
         for name, followed in list(self._followed.items()):
             wanted = self._wanted.get(name)
             if wanted is None or not _same(followed.member, wanted):
@@ -88,7 +81,6 @@ class ClusterInstances:
 
     def close(self) -> None:
         """Stops to watch. Idempotent."""
-        self._watch.close()
         self._cluster.close()
 
     # ---- inside

@@ -77,7 +77,8 @@ class Links:
         with self._lock:
             (self._refused.discard if error is None else self._refused.add)(member)
             following = self._calls.pop(member)
-            if self._threads.get(member) is threading.current_thread():
-                del self._threads[member]
         for then in following:
             then(error)
+        with self._lock:  # last: who waits for the thread waits for what follows the call, too
+            if self._threads.get(member) is threading.current_thread():
+                del self._threads[member]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Mapping
 from typing import Any, Final
 
-from kvpool.cluster import Cluster, MemberEvent, Role
+from kvpool.cluster import Cluster, Role
 from kvpool.pool import Pool
 
 __all__ = ["ROLES", "Membership"]
@@ -48,33 +47,19 @@ class Membership:
         if options.get("user"):
             options = {"password": os.environ.get("KVPOOL_ETCD_PASSWORD"), **options}
         self._cluster = Cluster.join(url, **options)
-        self._lock = threading.Lock()
-        self._names: dict[str, int] = {}  # of members, and which incarnation has it
         try:
             attachment = pool.attach(
                 self._cluster, name=pool.settings.name or None, role=role, listen=listen, url=engine_url
             )
             self.name = attachment.name
-            with self._lock:  # what changes from here on is applied after those that are there
-                self._cluster.on_change(self._changed)
-                self._names |= {member.name: member.incarnation for member in self._cluster.members()}
         except BaseException:
             self._cluster.close()
             raise
 
     def has(self, name: str) -> bool:
         """Whether another member of this name is up, as far as is known."""
-        with self._lock:
-            return name in self._names and name != self.name
+        return name != self.name and any(member.name == name for member in self._cluster.members())
 
     def close(self) -> None:
         """Leaves."""
         self._cluster.close()
-
-    def _changed(self, event: MemberEvent) -> None:
-        member = event.member
-        with self._lock:
-            if event.kind not in ("left", "lost"):
-                self._names[member.name] = member.incarnation
-            elif self._names.get(member.name) == member.incarnation:
-                del self._names[member.name]

@@ -66,10 +66,10 @@ class Options:
         if "dram_gib" in extra and extra.get("dram_blocks") is not None:
             raise ArgumentError("kv_connector_extra_config: give dram_gib or dram_blocks, not both")
         options = cls(**extra)
-        _check("dram_gib", options.dram_gib, (int, float), options.dram_gib)
+        _check("dram_gib", options.dram_gib, (int, float))
         if options.dram_blocks is not None:
-            _check("dram_blocks", options.dram_blocks, (int,), options.dram_blocks)
-        _check("transfer_timeout_s", options.transfer_timeout_s, (int, float), options.transfer_timeout_s)
+            _check("dram_blocks", options.dram_blocks, (int,))
+        _check("transfer_timeout_s", options.transfer_timeout_s, (int, float))
         for name in ("async_load", "by_layer"):
             if not isinstance(getattr(options, name), bool):
                 raise ArgumentTypeError(f"kv_connector_extra_config: {name} must be true or false")
@@ -119,8 +119,8 @@ class Options:
         return blocks
 
 
-def _check(name: str, value: object, types: tuple[type, ...], number: float) -> None:
+def _check(name: str, value: Any, types: tuple[type[float] | type[int], ...]) -> None:
     if isinstance(value, bool) or not isinstance(value, types):
         raise ArgumentTypeError(f"kv_connector_extra_config: {name} must be a number, not {type(value).__name__}")
-    if not 0 < number < 1 << 40:  # not NaN either
-        raise ArgumentError(f"kv_connector_extra_config: {name} is {number}; it must be above 0", value=number)
+    if not 0 < value < 1 << 40:  # not NaN either
+        raise ArgumentError(f"kv_connector_extra_config: {name} is {value}; it must be above 0", value=value)
