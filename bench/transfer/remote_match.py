@@ -34,7 +34,7 @@ def run(context: Context) -> Report:
                 _measure(report, asker, link, tokens, rounds, repeats)
     report.notes += [
         "ping-pong: a message and an answer of the same sizes over a bare socket between the same processes.",
-        "each owner has one prompt cached, which is asked for again and again; letting go of a match is not in the time.",
+        "each owner has one prompt cached, which is asked for again and again; letting go is not in the time.",
         "by hand: peers.match, fetch and insert, three calls; the prompt is 8 KiB a block.",
     ]
     return report
