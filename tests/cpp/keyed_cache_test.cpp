@@ -340,6 +340,15 @@ TEST_CASE("in a pool whose HBM an engine allocates, blocks that are read are fre
   CHECK(holds(rig, addresses[0], 1));
   rig.pool->for_peers().release_reading(addresses.data(), 1);
   CHECK(rig.free_dram() == 4);
+
+  // And what a transfer reads can be saved meanwhile.
+  const std::uint32_t block = 2;
+  Addresses own(1);
+  rig.pool->adopt(&block, 1, own.data());
+  rig.pool->for_peers().hold_for_reading(own.data(), 1, 0);
+  CHECK(rig.save({7}, own) == 1);
+  rig.pool->for_peers().release_reading(own.data(), 1);
+  rig.cache->audit();
   rig.pool->audit();
 }
 

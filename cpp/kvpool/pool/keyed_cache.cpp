@@ -231,7 +231,7 @@ std::size_t KeyedCache::fetch(const std::byte* keys, std::size_t n, Copy&& copy)
 
 // Before room is made for what could not be copied anyway.
 void KeyedCache::check_sources(std::span<const Address> from) const {
-  static_cast<void>(pool_->check_free(from.data(), from.size()));
+  pool_->check_active(from);
   for (std::size_t i = 0; i < from.size(); ++i) {
     if (medium_of(from[i]) == Medium::kHbm) continue;
     throw Error(ErrorCode::kArgument,
@@ -355,7 +355,7 @@ void KeyedCache::audit() {
     throw Error(ErrorCode::kAudit, "keyed cache: more blocks than it may have");
   index_.for_each([&](Address address) {
     try {
-      pool_->check_free(&address, 1);
+      pool_->check_active({&address, 1});
     } catch (const Error& error) {
       throw Error(ErrorCode::kAudit, std::string("keyed cache: a block is not its own: ") + error.what());
     }

@@ -111,6 +111,8 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool> {
   // Frees nothing, but throws what free() would throw for the blocks of this pool, and for duplicates. Returns the
   // blocks of this pool, without those of other instances.
   std::vector<Address> check_free(const Address* addresses, std::size_t n);
+  // Throws unless these are active blocks of this pool, without duplicates. Others may read them.
+  void check_active(std::span<const Address> addresses);
 
   // For adopted memory whose engine allocates: the engine holds these blocks (free -> active) until free(). Other than
   // active, HBM blocks of such a pool are only ever reserved, by a fetch that fills them: insert and swaps refuse them.

@@ -49,6 +49,12 @@ std::vector<Address> Pool::check_free(const Address* addresses, std::size_t n) {
   return own;
 }
 
+void Pool::check_active(std::span<const Address> addresses) {
+  guard();
+  const SpaceLock lock = blocks_->lock();
+  blocks_->check_active_and_distinct(addresses.data(), addresses.size(), /*skip_cached=*/false);
+}
+
 void Pool::free(const Address* addresses, std::size_t n) {
   guard();
   const SpaceLock lock = blocks_->lock();
