@@ -13,7 +13,7 @@ import pytest
 import kvpool
 from kvpool.engines.sglang import TESTED
 from kvpool.engines.sglang.options import GIB, LinkerOptions, Options
-from kvpool.engines.sglang.store import key_bytes_of
+from kvpool.engines.sglang.store import hex_keys_of
 
 torch = pytest.importorskip("torch")
 
@@ -39,18 +39,18 @@ def test_options_have_defaults_and_are_checked():
 
 
 def test_keys_of_another_form_are_hashed_and_stay_apart():
-    assert key_bytes_of(KEYS) == KEYS
-    mixed = key_bytes_of([KEYS[0], "other"])
-    assert mixed == [bytes.fromhex(KEYS[0]), hashlib.sha256(b"other").digest()]
-    with pytest.raises(kvpool.ArgumentError, match="no hex number"):
-        key_bytes_of(["x" * 64, "short"])
+    assert hex_keys_of(KEYS) == KEYS
+    mixed = hex_keys_of([KEYS[0], "other"])
+    assert mixed == [KEYS[0], hashlib.sha256(b"other").hexdigest()]
+    with pytest.raises(kvpool.ArgumentError, match="hex"):
+        kvpool.KeyedIndex(32).exists(hex_keys_of(["x" * 64, "short"]))
 
 
 def test_pages_of_adopted_memory_come_back():
     from kvpool.engines.sglang.store import AdoptedStore
 
     memory = pieces()
-    store = AdoptedStore(memory, 8, "kv")
+    store = AdoptedStore(memory, 8)
     for at, piece in enumerate(memory):
         piece[2] = 100 + at
     store.save(KEYS[:2], np.array([2, 3]))

@@ -237,6 +237,7 @@ def test_bodies_are_not_held_while_the_answer_is_streamed():
             next(pieces)
             gc.collect()
             held = [each for each in gc.get_objects() if isinstance(each, HeldBody)]
+            assert held
             assert sum(len(each.data) for each in held) == 0
             decode.released.set()
             "".join(pieces)

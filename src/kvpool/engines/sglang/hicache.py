@@ -32,8 +32,8 @@ from sglang.srt.observability.metrics_collector import StorageMetrics  # noqa: E
 
 from kvpool.engines.sglang.options import Options  # noqa: E402
 from kvpool.engines.sglang.storages import KV, Storages  # noqa: E402
-from kvpool.engines.sglang.store import Store, key_bytes_of  # noqa: E402
-from kvpool.errors import Error, OutOfBlocks, Unsupported  # noqa: E402
+from kvpool.engines.sglang.store import Store, bytes_of, guarded, hex_keys_of  # noqa: E402
+from kvpool.errors import Unsupported  # noqa: E402
 
 __all__ = ["KvpoolHiCache"]
 
@@ -159,8 +159,8 @@ class KvpoolHiCache(HiCacheStorage):  # type: ignore[misc]
         with self._storages.use(KV) as store:
             if store is None:
                 return False
-            rows = np.concatenate([_bytes_of(value) for value in values]) if keys else np.empty(0, np.uint8)
-            return _guarded("store", lambda: store.cache.put(key_bytes_of(keys), rows), -1) >= 0
+            rows = np.concatenate([bytes_of(value) for value in values]) if keys else np.empty(0, np.uint8)
+            return guarded("store", lambda: store.cache.put(hex_keys_of(keys), rows), -1) >= 0
 
     def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
         """Fills flat pages, from the first on; None for each that is not."""
@@ -169,9 +169,9 @@ class KvpoolHiCache(HiCacheStorage):  # type: ignore[misc]
             if store is None:
                 return [None] * len(keys)
             rows = np.empty((len(keys), store.cache.block_bytes), np.uint8)
-            loaded = _guarded("load", lambda: store.cache.get(key_bytes_of(keys), rows), 0)
+            loaded = guarded("load", lambda: store.cache.get(hex_keys_of(keys), rows), 0)
         for row, target in zip(rows[:loaded], targets, strict=False):
-            _bytes_of(target)[:] = row
+            bytes_of(target)[:] = row
         return targets[:loaded] + [None] * (len(keys) - loaded)
 
     # ---- the rest
@@ -193,12 +193,12 @@ class KvpoolHiCache(HiCacheStorage):  # type: ignore[misc]
 
     def _count(self, pool: str, keys: list[str]) -> int:
         with self._storages.use(pool) as store:
-            return 0 if store is None else _guarded("look up", lambda: store.cache.count(key_bytes_of(keys)), 0)
+            return 0 if store is None else guarded("look up", lambda: store.cache.count(hex_keys_of(keys)), 0)
 
     def _exists(self, pool: str, keys: list[str]) -> npt.NDArray[np.bool_]:
         none = np.zeros(len(keys), bool)
         with self._storages.use(pool) as store:
-            return none if store is None else _guarded("look up", lambda: store.cache.exists(key_bytes_of(keys)), none)
+            return none if store is None else guarded("look up", lambda: store.cache.exists(hex_keys_of(keys)), none)
 
     def _transfer(self, move: Callable[[str, int, list[str], Any], list[bool]], transfer: PoolTransfer) -> list[bool]:
         host_pool = self.registered_pools[transfer.name]
@@ -212,7 +212,7 @@ class KvpoolHiCache(HiCacheStorage):  # type: ignore[misc]
             if store is None or pages is None:
                 return [False] * len(keys)
             began = time.perf_counter()
-            stored = _guarded("store", lambda: _done(store.save, keys, pages), False)
+            stored = guarded("store", lambda: store.save(keys, pages), -1) >= 0
             if stored:
                 self._count_pages(self._metrics.backup_pgs, self._metrics.backup_bandwidth, store, len(keys), began)
             return [stored] * len(keys)
@@ -223,7 +223,7 @@ class KvpoolHiCache(HiCacheStorage):  # type: ignore[misc]
             if store is None or pages is None:
                 return [False] * len(keys)
             began = time.perf_counter()
-            loaded = _guarded("load", lambda: store.load(keys, pages), 0)
+            loaded = guarded("load", lambda: store.load(keys, pages), 0)
             if loaded:
                 self._count_pages(self._metrics.prefetch_pgs, self._metrics.prefetch_bandwidth, store, loaded, began)
             return [at < loaded for at in range(len(keys))]
@@ -231,17 +231,6 @@ class KvpoolHiCache(HiCacheStorage):  # type: ignore[misc]
     def _count_pages(self, pages: list[int], rates: list[float], store: Store, n: int, began: float) -> None:
         pages.append(n)
         rates.append(n * store.cache.block_bytes / max(time.perf_counter() - began, 1e-9) / 1e9)
-
-
-def _guarded(what: str, call: Callable[[], _T], otherwise: _T) -> _T:
-    """The result; or the other value where kvpool raises: a cache that fails is one that has nothing."""
-    try:
-        return call()
-    except OutOfBlocks as error:  # all that is stored is being read
-        _log.debug("kvpool has no room for pages of SGLang's: %s", error)
-    except (Error, MemoryError) as error:
-        _log.warning("kvpool could not %s pages of SGLang's: %s", what, error)
-    return otherwise
 
 
 def _pages_of(pool: str, page_tokens: int, keys: Sequence[str], host_indices: Any) -> npt.NDArray[np.int64] | None:
@@ -260,15 +249,3 @@ def _restorable(stored: npt.NDArray[np.bool_], transfer: PoolTransfer) -> set[in
         return set(range(1, int(missing[0] if len(missing) else len(stored)) + 1))
     window = max(1, len(transfer.keys) if transfer.keys else 1)
     return {end for end in range(1, len(stored) + 1) if stored[max(0, end - window) : end].all()}
-
-
-def _done(call: Callable[..., None], *arguments: Any) -> bool:
-    call(*arguments)
-    return True
-
-
-def _bytes_of(tensor: Any) -> npt.NDArray[np.uint8]:
-    import torch
-
-    flat: npt.NDArray[np.uint8] = tensor.reshape(-1).view(torch.uint8).numpy()
-    return flat

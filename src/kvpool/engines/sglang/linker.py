@@ -36,8 +36,8 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (  # noqa: E
 from kvpool.engines.sglang.loads import Lookups, QueuedLoad  # noqa: E402
 from kvpool.engines.sglang.options import LinkerOptions  # noqa: E402
 from kvpool.engines.sglang.pages import device_pieces  # noqa: E402
-from kvpool.engines.sglang.store import AdoptedStore, key_bytes_of  # noqa: E402
-from kvpool.errors import Error, OutOfBlocks, StateError, Unsupported  # noqa: E402
+from kvpool.engines.sglang.store import AdoptedStore, guarded, hex_keys_of  # noqa: E402
+from kvpool.errors import OutOfBlocks, StateError, Unsupported  # noqa: E402
 
 __all__ = ["KvpoolLinker"]
 
@@ -81,7 +81,7 @@ class KvpoolLinker(UnifiedCacheLinker):  # type: ignore[misc]
         kvcache = params.token_to_kv_pool_allocator.get_kvcache()
         pieces = device_pieces(kvcache, params.page_size)
         pages = options.pages(sum(piece.shape[1] for piece in pieces))
-        self._store = AdoptedStore(pieces, pages, "kv")
+        self._store = AdoptedStore(pieces, pages)
         self._keep_on_flush = options.keep_on_flush
         self._page_tokens = params.page_size
         self._ranks = _ranks_of(params)
@@ -103,11 +103,7 @@ class KvpoolLinker(UnifiedCacheLinker):  # type: ignore[misc]
         transfer = _only(transfers)
         if transfer is None:
             return []
-        try:
-            stored = self._lookups.look_up(key_bytes_of(transfer.keys))
-        except (Error, MemoryError) as error:
-            _log.warning("kvpool could not look up pages of SGLang's: %s", error)
-            return []
+        stored = guarded("look up", lambda: self._lookups.look_up(hex_keys_of(transfer.keys)), 0)
         return list(range(1, stored + 1))
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
@@ -119,10 +115,7 @@ class KvpoolLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if transfer is None:
             return False
         load = QueuedLoad(list(transfer.keys), self._pages_of(transfer))
-        try:
-            load.hit = self._lookups.take(key_bytes_of(transfer.keys))
-        except (Error, MemoryError) as error:
-            _log.warning("kvpool could not look up pages of SGLang's: %s", error)
+        load.hit = guarded("look up", lambda: self._lookups.take(hex_keys_of(transfer.keys)), None)
         if load.hit is None and self._ranks == 1:
             return False
         self._queued[rid] = load

@@ -46,14 +46,14 @@ class Lookups:
         self._cache = cache
         self._latest: _core.KeyedMatch | None = None
 
-    def look_up(self, keys: list[str] | list[bytes]) -> int:
+    def look_up(self, keys: list[str]) -> int:
         """How many pages are stored, from the first on. Ends the pins of the look-up before."""
         hit = self._cache.match(keys)
         self.clear()
         self._latest = hit
         return hit.first
 
-    def take(self, keys: list[str] | list[bytes]) -> _core.KeyedMatch | None:
+    def take(self, keys: list[str]) -> _core.KeyedMatch | None:
         """Pins the pages for their load, in place of the look-up; None if they are not all there."""
         hit = self._cache.match(keys)
         self.clear()

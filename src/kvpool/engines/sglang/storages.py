@@ -65,9 +65,7 @@ class Storages:
         pages = self._options.pages(sum(sizes.values()))
         try:
             for name, own in pieces.items():
-                self._stores[name] = (
-                    FlatStore(self._hosts[name], pages, name) if own is None else AdoptedStore(own, pages, name)
-                )
+                self._stores[name] = FlatStore(self._hosts[name], pages) if own is None else AdoptedStore(own, pages)
         except BaseException:
             self.close()
             raise

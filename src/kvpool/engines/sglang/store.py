@@ -6,19 +6,23 @@ SGLang's keys are hex digits of SHA-256. A key of another form, which a custom s
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import Any, Protocol
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpool import _core
 from kvpool.engines.sglang.pages import layout_of
-from kvpool.errors import ArgumentError, Unsupported
+from kvpool.errors import Error, OutOfBlocks, Unsupported
 from kvpool.pool import Pool
 from kvpool.types import RawLayout
 
-__all__ = ["AdoptedStore", "FlatStore", "Store", "flat_page_bytes", "key_bytes_of"]
+__all__ = ["AdoptedStore", "FlatStore", "Store", "bytes_of", "flat_page_bytes", "guarded", "hex_keys_of"]
+
+_log = logging.getLogger("kvpool.engines.sglang")
+_T = TypeVar("_T")
 
 KEY_BYTES = 32
 
@@ -29,30 +33,38 @@ class Store(Protocol):
     pool: Pool
     cache: _core.KeyedCache
 
-    def save(self, keys: Sequence[str], pages: npt.NDArray[np.int64], stream: Any = None) -> None:
-        """Stores the pages with these numbers, each under its key. A page that is stored already is not copied."""
+    def save(self, keys: Sequence[str], pages: npt.NDArray[np.int64]) -> int:
+        """Stores the pages with these numbers, each under its key. Returns how many were not stored already."""
 
-    def load(self, keys: Sequence[str], pages: npt.NDArray[np.int64], stream: Any = None) -> int:
+    def load(self, keys: Sequence[str], pages: npt.NDArray[np.int64]) -> int:
         """Fills the pages with these numbers with what is stored, from the first key on. Returns how many."""
 
 
-def key_bytes_of(keys: Sequence[str]) -> list[str] | list[bytes]:
-    """The keys as the index takes them."""
-    if all(len(key) == 2 * KEY_BYTES for key in keys):
-        return list(keys)
-    return [hashlib.sha256(key.encode()).digest() if len(key) != 2 * KEY_BYTES else _decoded(key) for key in keys]
+def hex_keys_of(keys: Sequence[str]) -> list[str]:
+    """The keys as the index takes them: hex digits of one length."""
+    return [key if len(key) == 2 * KEY_BYTES else hashlib.sha256(key.encode()).hexdigest() for key in keys]
+
+
+def guarded(what: str, call: Callable[[], _T], otherwise: _T) -> _T:
+    """The result; or the other value where kvpool raises: a cache that fails is one that has nothing."""
+    try:
+        return call()
+    except OutOfBlocks as error:  # all that is stored is being read
+        _log.debug("kvpool has no room for pages of SGLang's: %s", error)
+    except (Error, MemoryError) as error:
+        _log.warning("kvpool could not %s pages of SGLang's: %s", what, error)
+    return otherwise
 
 
 class AdoptedStore:
     """Of memory that kvpool adopts: pages are copied by its own threads, or by the GPU."""
 
-    def __init__(self, pieces: Sequence[Any], pages: int, name: str) -> None:
+    def __init__(self, pieces: Sequence[Any], pages: int) -> None:
         """Adopts all pages.
 
         Args:
             pieces: As in `kvpool.engines.sglang.pages`.
             pages: How many the cache holds.
-            name: For errors.
 
         Raises:
             Unsupported, LayoutMismatch: The pieces do not fit.
@@ -61,43 +73,41 @@ class AdoptedStore:
         self.pool = Pool(layout_of(pieces), hbm=list(pieces), block_dim=0, engine_allocates=True, dram_blocks=pages)
         self._addrs = self.pool.adopt(np.arange(len(pieces[0])))
         self.cache = _core.KeyedCache(self.pool, pages, KEY_BYTES)
-        self.name = name
 
-    def save(self, keys: Sequence[str], pages: npt.NDArray[np.int64], stream: Any = None) -> None:
-        """As in Store. `stream`: the copy begins after the work in it."""
-        self.cache.save(key_bytes_of(keys), self._addrs[pages], stream)
+    def save(self, keys: Sequence[str], pages: npt.NDArray[np.int64]) -> int:
+        """As in Store."""
+        return self.cache.save(hex_keys_of(keys), self._addrs[pages])
 
-    def load(self, keys: Sequence[str], pages: npt.NDArray[np.int64], stream: Any = None) -> int:
-        """As in Store. `stream`: the copy begins after the work in it."""
-        return self.cache.load(key_bytes_of(keys), self._addrs[pages], stream)
+    def load(self, keys: Sequence[str], pages: npt.NDArray[np.int64]) -> int:
+        """As in Store."""
+        return self.cache.load(hex_keys_of(keys), self._addrs[pages])
 
 
 class FlatStore:
     """Of a host pool that gives out its pages one by one (SGLang's ``get_data_page``)."""
 
-    def __init__(self, host_pool: Any, pages: int, name: str) -> None:
+    def __init__(self, host_pool: Any, pages: int) -> None:
         """Asks the pool how large a page is. Raises OutOfMemory, and as `flat_page_bytes`."""
         self._host = host_pool
         self._page_bytes = flat_page_bytes(host_pool)
         self.pool = Pool(RawLayout(self._page_bytes), dram_blocks=pages)
         self.cache = _core.KeyedCache(self.pool, pages, KEY_BYTES)
-        self.name = name
 
-    def save(self, keys: Sequence[str], pages: npt.NDArray[np.int64], stream: Any = None) -> None:
+    def save(self, keys: Sequence[str], pages: npt.NDArray[np.int64]) -> int:
         """As in Store."""
-        own = key_bytes_of(keys)
+        own = hex_keys_of(keys)
         new = np.flatnonzero(~self.cache.exists(own))
         rows = np.empty((len(new), self._page_bytes), np.uint8)
         for row, at in zip(rows, new, strict=True):
-            row[:] = _bytes_of(self._host.get_data_page(int(pages[at]) * self._host.page_size, flat=True))
-        self.cache.put(tuple(own[at] for at in new), rows)
+            row[:] = bytes_of(self._host.get_data_page(int(pages[at]) * self._host.page_size, flat=True))
+        return self.cache.put(tuple(own[at] for at in new), rows)
 
-    def load(self, keys: Sequence[str], pages: npt.NDArray[np.int64], stream: Any = None) -> int:
+    def load(self, keys: Sequence[str], pages: npt.NDArray[np.int64]) -> int:
         """As in Store."""
         import torch
 
         rows = np.empty((len(keys), self._page_bytes), np.uint8)
-        loaded = self.cache.get(key_bytes_of(keys), rows)
+        loaded = self.cache.get(hex_keys_of(keys), rows)
         for row, page in zip(rows[:loaded], pages, strict=False):
             content = torch.from_numpy(row).view(self._host.dtype)
             self._host.set_from_flat_data_page(int(page) * self._host.page_size, content)
@@ -118,15 +128,9 @@ def flat_page_bytes(host_pool: Any) -> int:
     return int(page.numel() * page.element_size())
 
 
-def _bytes_of(page: Any) -> npt.NDArray[np.uint8]:
+def bytes_of(tensor: Any) -> npt.NDArray[np.uint8]:
+    """The bytes of a tensor in host memory; of a contiguous one the memory itself."""
     import torch
 
-    flat: npt.NDArray[np.uint8] = page.contiguous().view(torch.uint8).numpy().reshape(-1)
+    flat: npt.NDArray[np.uint8] = tensor.reshape(-1).view(torch.uint8).numpy()
     return flat
-
-
-def _decoded(key: str) -> bytes:
-    try:
-        return bytes.fromhex(key)
-    except ValueError as error:
-        raise ArgumentError(f"the key {key!r} is no hex number") from error
