@@ -2,9 +2,7 @@
 // allocates the blocks, copies into and out of them, and frees them.
 //
 // Invariants
-//   G3  Every value in the index is the address of an active DRAM block of the pool that this cache has allocated, and
-//   no
-//       other code knows it as its own.
+//   G3  Every value in the index is the address of an active DRAM block of the pool that this cache has allocated.
 //   G4  The blocks in the index and those that are being filled are together at most `blocks_max`.
 //
 // The pool's prompt cache does not evict these blocks, and they count as active there. The other way round, the cache
