@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from transfer.kit import NEAR, Child, Pair, address_of, content, eventually, fill, pair_of, stop_process
+from transfer.kit import NEAR, Child, Pair, address_of, content, eventually, fill, pair_of
 
 import kvpool
 
@@ -130,7 +130,7 @@ def test_a_stopped_borrower_delays_no_one_and_wakes_up_without_them(route, borro
     """It is still connected when it wakes up: its lease is long."""
     with pair_of(route, child=borrower, a=LONG, b=LONG) as pair:
         borrow(pair, 2)
-        stop_process(borrower.process.pid)
+        borrower.kill(signal.SIGSTOP)
         began = time.monotonic()
         result = pair.a.peers.recall(pair.to_b, timeout=0.5)
         assert time.monotonic() - began < 120
@@ -151,7 +151,7 @@ def test_a_stopped_borrower_delays_no_one_and_wakes_up_without_them(route, borro
 def test_a_borrower_that_is_killed_in_a_recall_leaves_nothing(route, borrower):
     with pair_of(route, child=borrower, a=SHORT, b=SHORT, clean=False) as pair:
         borrow(pair, 3)
-        stop_process(borrower.process.pid)
+        borrower.kill(signal.SIGSTOP)
         taken = pair.a.peers.recall(pair.to_b, 1, timeout=0.2)
         assert taken.returned == 0
         borrower.kill()
@@ -176,7 +176,7 @@ def test_an_owner_that_dies_in_a_recall_ends_its_loans(route, end, borrower):
             if end == signal.SIGKILL:
                 borrower.kill()
             else:
-                stop_process(borrower.process.pid)
+                borrower.kill(signal.SIGSTOP)
             eventually(lambda: "lost" in heard)
         pair.a.free(lent)  # the blocks that it had lent are gone with it
         with pytest.raises(kvpool.PeerLost):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 from kit import BLOCK, cached_tokens, prompt, refused, small_layout
 from test_docs import ROOT, fences
-from transfer.kit import Child, address_of, eventually, stop_process
+from transfer.kit import Child, address_of, eventually
 
 import kvpool
 from kvpool import DRAM, HBM, MIXED, Pool
@@ -161,7 +162,7 @@ def test_blocks_of_a_failed_fetch_stay_the_engines_until_it_frees_them():
         with Pool(LAYOUT, hbm=tensors_of(), engine_allocates=True, **options) as engine:
             engine.peers.connect(where)
             addrs = engine.adopt([1, 3])
-            stop_process(child.process.pid)
+            child.kill(signal.SIGSTOP)
             with pytest.raises(kvpool.DeadlineExceeded):
                 engine.fetch("owner", source, to=addrs, timeout=0.2).wait()
             with refused(engine, kvpool.StateError, "quarantined"):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.etcd_server import EtcdServer
-from transfer.kit import Child, stop_process
+from transfer.kit import Child
 from transfer.kit import wait_for as _wait_for
 
 import kvpool
@@ -95,7 +95,7 @@ class MemberProcess:
         self._child.kill()
 
     def stop(self) -> None:
-        stop_process(self.pid)
+        self._child.kill(signal.SIGSTOP)
 
     def wake(self) -> None:
         self._child.kill(signal.SIGCONT)

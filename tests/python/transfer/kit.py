@@ -107,6 +107,10 @@ class Child(Remote):
         super().__init__(ours)
 
     def kill(self, number: int = signal.SIGKILL) -> None:
+        """It has ended, or has stopped, when this returns."""
+        if number == signal.SIGSTOP:
+            stop_process(self.process.pid)
+            return
         self.process.send_signal(number)
         if number == signal.SIGKILL:
             self.process.wait(60)
