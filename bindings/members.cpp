@@ -68,6 +68,12 @@ void bind_members(PoolClass& pool) {
              service.unfence();
            })
       .def("_dropped_by", [](PeerNode& self) { return service_of(self).dropped_by(); })
+      .def("_awaited_writers",
+           [](PeerNode& self) {
+             const Service& service = service_of(self);
+             const GilReleased released;
+             return service.awaited_writers();
+           })
       .def("_drop_service", [](PeerNode& self) {
         const GilReleased released;
         self.drop_service();

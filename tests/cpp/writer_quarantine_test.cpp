@@ -7,6 +7,8 @@
 
 #include <atomic>
 #include <memory>
+#include <string>
+#include <vector>
 
 #include "failing_alloc.h"
 #include "kvpool/base/clock.h"
@@ -42,13 +44,17 @@ class ProcessLink final : public Link {
 // A peer that has nothing under way, unless the test says so.
 class Party final : public DepartingPeer {
  public:
-  explicit Party(bool said_over) : said_over_(said_over) { metadata_.incarnation = kPeerIncarnation; }
+  explicit Party(bool said_over) : said_over_(said_over) {
+    metadata_.incarnation = kPeerIncarnation;
+    metadata_.name = "writer";
+  }
   const PeerMetadata& peer() const noexcept override { return metadata_; }
-  bool awaits_proof() const override { return false; }
+  bool awaits_proof() const override { return awaits && !gone; }
   bool said_over() const noexcept override { return said_over_; }
   bool link_ended() const noexcept override { return true; }
   void on_writer_gone() override { gone = true; }
   std::uint32_t writes_under_way() const noexcept override { return writes; }
+  std::atomic<bool> awaits{false};
   std::atomic<bool> gone{false};
   std::atomic<std::uint32_t> writes{0};
 
@@ -126,6 +132,19 @@ TEST_CASE("a peer that reconnects is watched through the new connection for what
   CHECK(party->gone);
   watch.part(true, kByUcx);
   CHECK(watch.left() == 1);
+}
+
+TEST_CASE("a peer whose blocks wait for a proof is named until the proof is there") {
+  Watch watch;
+  watch.part(false, kByRoute);  // it has memory open, and no block waits
+  CHECK(watch.writer_quarantine.awaited().empty());
+  const auto party = std::make_shared<Party>(false);
+  party->awaits = true;
+  watch.writer_quarantine.add(party, watch.link, kByRoute);
+  CHECK(watch.writer_quarantine.awaited() == std::vector<std::string>{"writer"});
+  watch.writer_quarantine.on_writer_gone(kPeerIncarnation);
+  CHECK(party->gone);
+  CHECK(watch.writer_quarantine.awaited().empty());
 }
 
 TEST_CASE("a peer that comes back is refused while writes to its earlier connection are under way") {

@@ -38,6 +38,20 @@ def moment(dice: random.Random) -> float:
     return dice.choice([0.0, 0.001, 0.01, 0.05]) * dice.random()
 
 
+def test_a_member_asks_for_the_proof_that_a_lost_peer_writes_no_more(place, near_nursery):
+    """The peer lives, has nothing to send, and does not connect by itself: the owner of the blocks does."""
+    with home_of(place, LINK_LEASE) as home, home.member(near_nursery) as victim:
+        victim("attachment._reconnector.connect = lambda *_: None")
+        victim("lent = pool.alloc(8, instance='survivor')")
+        victim.stop()
+        home.events.wait("victim", "lost")
+        eventually(lambda: home.pool.stats().hbm.quarantined == 8)
+        victim.wake()
+        home.events.wait("victim", "lost", "joined")
+        eventually(lambda: home.pool.stats().hbm.quarantined == 0)
+        victim.kill()
+
+
 def test_a_member_that_is_killed_while_it_sends_leaves_nothing(place, near_nursery, request):
     dice = random.Random(seed_of(request))
     with home_of(place) as home:

@@ -150,6 +150,8 @@ class Service final : private SessionHost {
   void unfence() { table_.unfence(); }
   // The refusal of a peer that has dropped this incarnation; "" if no peer has. fence() and unfence() reset it.
   std::string dropped_by() const { return table_.dropped_by(); }
+  // The names of lost peers for which blocks here are quarantined. To meet one again is a proof that it writes no more.
+  std::vector<std::string> awaited_writers() const { return writer_quarantine_.awaited(); }
 
   // --- for a logical instance; throw kState otherwise ---
   std::vector<RankInfo> ranks() const { return ranks_->list(); }

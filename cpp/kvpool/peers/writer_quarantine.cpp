@@ -164,6 +164,19 @@ bool WriterQuarantine::is_writing_to(std::uint64_t incarnation) const noexcept {
                      });
 }
 
+std::vector<std::string> WriterQuarantine::awaited() const {
+  std::vector<std::shared_ptr<DepartingPeer>> sessions;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const QuarantinedPeer& quarantined_peer : writer_quarantine_) sessions.push_back(quarantined_peer.session);
+  }
+  std::vector<std::string> names;
+  for (const auto& session : sessions) {
+    if (session->awaits_proof()) names.push_back(session->peer().name);
+  }
+  return names;
+}
+
 void WriterQuarantine::on_writer_gone(std::uint64_t incarnation) noexcept {
   let_go(take([&](const QuarantinedPeer& quarantined_peer) {
     return quarantined_peer.session->peer().incarnation == incarnation && !quarantined_peer.fencing;

@@ -12,6 +12,8 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#include <string>
+#include <vector>
 
 #include "kvpool/exec/serial_executor.h"
 #include "kvpool/net/link.h"
@@ -38,6 +40,8 @@ class WriterQuarantine {
   void check_return(std::uint64_t incarnation) const;
   // Whether writes of an earlier connection to this incarnation are under way.
   bool is_writing_to(std::uint64_t incarnation) const noexcept;
+  // The names of peers whose blocks wait for a proof. A new connection to one of them is a proof.
+  std::vector<std::string> awaited() const;
   // The earlier writes of this incarnation have ended.
   void on_writer_gone(std::uint64_t incarnation) noexcept;
   // The writes of this side in this session have ended.

@@ -22,9 +22,10 @@ from typing import Any
 from kvpool import _core
 from kvpool.cluster import Cluster, LeaseEvent, Load, Member, MemberCallback, MemberEvent, Registration
 from kvpool.cluster.cluster_url import check_seconds
-from kvpool.errors import ClosedError, DeadlineExceeded, Error, Fenced, StateError
+from kvpool.errors import ClosedError, DeadlineExceeded, Error, StateError
 from kvpool.peers.member_table import MemberTable
 from kvpool.peers.peers import Peers
+from kvpool.peers.reconnector import Reconnector
 from kvpool.peers.service import NetworkedPool
 from kvpool.waiting.threads import busy
 
@@ -32,7 +33,6 @@ __all__ = ["Attachment", "load_of"]
 
 _log = logging.getLogger("kvpool.cluster")
 _POLL_S = 0.01  # between two checks of drain
-_RECONNECT_S = 5.0  # to connect to one peer again after a lease was lost
 
 
 class Attachment:
@@ -55,6 +55,7 @@ class Attachment:
         self._known_at = 0.0  # when every peer knows the current term (time.monotonic())
         self._stop = threading.Event()
         self._members = MemberTable(pool, self._incarnation)
+        self._reconnector = Reconnector()
         cluster._directory.use_links(self._members)
         self._watch: MemberCallback = cluster.on_change(_weakly(self._on_change))
         self._end = weakref.finalize(self, _leave_soon, registration, self._watch, self._process)
@@ -223,8 +224,7 @@ class Attachment:
                 # expire before that.
                 self._known_at = time.monotonic() + 2 * self._cluster.lease_s
                 pool._unfence()
-                args = pool, self._members.peers_to_reconnect()
-                threading.Thread(target=_reconnect, args=args, name="kvpool-meet", daemon=True).start()
+                self._reconnector.connect(pool, self._members.peers_to_reconnect())
             else:
                 pool._fence(f"another process is {self.name} in the cluster now, or has its instance id")
 
@@ -264,6 +264,7 @@ class Attachment:
         with contextlib.suppress(StateError):  # it is being closed, or another incarnation has the name
             self._members.remember_peers()
             self._registration.publish(load=load_of(pool, self._requests))
+            self._reconnector.connect(pool, self._members.names() & set(pool._awaited_writers()))
         return True
 
 
@@ -301,18 +302,6 @@ def _beat_until(stop: threading.Event, heartbeat_s: float, attachment: weakref.r
             except Exception:  # this thread checks the clock of the lease, so it must go on
                 _log.exception("publishing the load has failed; it is tried again")
             del strong
-
-
-def _reconnect(pool: NetworkedPool, names: list[str]) -> None:
-    """Connects to former peers, which keep blocks that this pool could write in quarantine until it does."""
-    with busy:
-        for name in names:
-            try:
-                pool._meet(name, _RECONNECT_S)
-            except (ClosedError, Fenced):
-                return  # it has left, or lost its lease again and will reconnect when it regains it
-            except Error as error:
-                _log.info("no new connection to %s: %s", name, error)
 
 
 def _leave_soon(registration: Registration, watch: MemberCallback, process: int) -> None:
