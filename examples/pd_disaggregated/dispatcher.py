@@ -52,7 +52,7 @@ class Dispatcher:
         self._plan = plan
         self._deadline_s = deadline_s
         self._fleet = Fleet(plan, self, patience_s)
-        self._places = Places(self._fleet.instances.values(), plan.config.block_tokens, plan.hbm_blocks)
+        self._places = Places(self._fleet.instances.values(), plan.setting, plan.config.block_tokens, plan.hbm_blocks)
         self._numbers = itertools.count()
         self._requests: dict[int, Request] = {}  # those that are not over, the oldest first
         self._audits: dict[str, asyncio.Future[kvpool.PoolStats]] = {}
@@ -248,6 +248,7 @@ class Dispatcher:
 
     def _end_if_answered(self, request: Request) -> None:
         if request.answered is not None and request.prefilled is not None:
+            self._places.answered(request)
             self._end(request, None)
 
     def _end(self, request: Request, error: BaseException | None) -> None:

@@ -18,6 +18,8 @@ Tokens = npt.NDArray[np.int32]
 COLOCATED: Final = ("PD", "PD-CC")
 DISAGGREGATED: Final = ("PD-Basic", "PD-Caching-1", "PD-Caching-2", "PD-Caching-3")
 DESIGNS: Final = (*COLOCATED, *DISAGGREGATED)
+_KEEP_PROMPTS: Final = ("PD-CC", "PD-Caching-1", "PD-Caching-2", "PD-Caching-3")  # where they are prefilled
+_KEEP_ANSWERS: Final = ("PD-CC", "PD-Caching-3")  # there, too
 STRATEGIES: Final = ("by_request_agg", "by_layer")
 
 EventKind: TypeAlias = Literal["killed", "lost", "joined", "served", "noticed", "went_on"]
@@ -138,6 +140,16 @@ class Setting:
     def colocated(self) -> bool:
         """Whether every instance does both."""
         return self.design in COLOCATED
+
+    @property
+    def keeps_prompts(self) -> bool:
+        """Whether instances that prefill keep what they have computed."""
+        return self.design in _KEEP_PROMPTS
+
+    @property
+    def keeps_answers(self) -> bool:
+        """Whether they have the answers, too."""
+        return self.design in _KEEP_ANSWERS
 
     @property
     def name(self) -> str:

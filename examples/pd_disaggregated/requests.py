@@ -70,9 +70,13 @@ class Request:
         self.prefill, self.decode = prefill, decode
         self.taken_over = False
         self.prefilled = self.answered = None
-        prompt = np.concatenate([self.prompt, np.array(self.tokens, np.int32)], dtype=np.int32)
         where = "" if prefill is decode else decode.name
-        return messages.Serve(self.number, self.attempt, prompt, self.new_tokens - self.base, where)
+        return messages.Serve(self.number, self.attempt, self.next_prompt, self.new_tokens - self.base, where)
+
+    @property
+    def next_prompt(self) -> Tokens:
+        """The prompt of an attempt that begins now."""
+        return np.concatenate([self.prompt, np.array(self.tokens, np.int32)], dtype=np.int32)
 
     def leave(self) -> None:
         """The attempt is over, without an answer."""

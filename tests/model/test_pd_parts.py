@@ -87,14 +87,28 @@ def instances(*names: str) -> list[Instance]:
     return found
 
 
-def request_of(number: int, session: int, blocks: int) -> Request:
-    return Request(number, session, np.zeros(blocks * 4 - 1, np.int32), 1)
+PD_3 = Setting("PD-Caching-3", 2, 2)
+
+
+def request_of(number: int, session: int, blocks: int, shared: int = 0, new_tokens: int = 1) -> Request:
+    """Its prompt has a token less than so many blocks: `shared` blocks that all sessions have, then its own."""
+    prompt = np.full(blocks * 4 - 1, 1 + session, np.int32)
+    prompt[: shared * 4] = 0
+    return Request(number, session, prompt, new_tokens)
+
+
+def prefilled(places: Places, *requests: Request) -> list[str]:
+    """Begins each when the ones before it have begun: the numbers of the instances."""
+    for count, request in enumerate(requests, 1):
+        if request.prefill is None:
+            places.begin(requests[:count])
+    return ["-" if request.prefill is None else request.prefill.name[-1] for request in requests]
 
 
 def test_sessions_stay_and_new_ones_go_to_the_least_busy_instance() -> None:
     p0, p1, d0 = instances("prefill-0", "prefill-1", "decode-0")
-    places = Places([p0, p1, d0], 4, 100)
-    requests = [request_of(0, 0, 9), request_of(1, 1, 3), request_of(2, 2, 3), request_of(3, 0, 1)]
+    places = Places([p0, p1, d0], PD_3, 4, 100)
+    requests = [request_of(0, 0, 9), request_of(1, 1, 3), request_of(2, 2, 3), request_of(3, 0, 10)]
     places.begin(requests)
     assert [request.prefill for request in requests] == [p0, p1, p1, p0]
     p1.joined = False
@@ -105,7 +119,7 @@ def test_sessions_stay_and_new_ones_go_to_the_least_busy_instance() -> None:
 
 def test_an_instance_that_returns_takes_over_half_of_the_sessions_each_at_its_next_turn() -> None:
     p0, p1, d0, d1 = instances("prefill-0", "prefill-1", "decode-0", "decode-1")
-    places = Places([p0, p1, d0, d1], 4, 1000)
+    places = Places([p0, p1, d0, d1], PD_3, 4, 1000)
 
     def turn(*sessions: int) -> list[tuple[str, str]]:
         """They come one after another, and are over at once."""
@@ -131,9 +145,75 @@ def test_an_instance_that_returns_takes_over_half_of_the_sessions_each_at_its_ne
     assert turn(0, 1, 2, 3) == [("0", "1"), ("1", "1"), ("0", "0"), ("1", "0")]
 
 
+def test_prompts_that_begin_alike_meet_where_that_is_cached_unless_they_wait_too_long() -> None:
+    two = instances("prefill-0", "prefill-1", "decode-0")
+    places = Places(two, PD_3, 4, 1000)
+    first = request_of(0, 0, 10, shared=8)
+    assert prefilled(places, first) == ["0"]
+    first.accept(messages.Token(0, 1, 0, 40))  # it is computed: nothing waits
+    # Each has 7 tokens to compute at prefill-0, and 39 at the other one: so many wait as that is worth.
+    later = [request_of(1 + number, 1 + number, 10, shared=8) for number in range(8)]
+    homes = prefilled(places, first, *later)[1:]
+    assert homes[:5] == ["0"] * 5
+    assert homes[5:] == ["1", "0", "1"]  # and the other one has what they share
+
+
+def test_what_no_instance_keeps_is_not_waited_for() -> None:
+    places = Places(instances("prefill-0", "prefill-1", "decode-0"), Setting("PD-Basic", 2, 1), 4, 1000)
+    assert prefilled(places, *(request_of(number, number, 10, shared=8) for number in range(4))) == ["0", "1", "0", "1"]
+
+
+@pytest.mark.parametrize(("blocks", "instance"), [(6, "0"), (30, "1")])
+def test_a_session_leaves_only_where_it_would_wait_too_long(blocks: int, instance: str) -> None:
+    places = Places(instances("prefill-0", "prefill-1", "decode-0"), PD_3, 4, 1000)
+    assert prefilled(places, request_of(0, 0, 10)) == ["0"]
+    busy = [request_of(1, 1, 4), request_of(2, 2, blocks)]
+    assert prefilled(places, *busy) == ["1", "0"]  # the one before is over
+    # To compute are 7 tokens at prefill-0, after those that wait there; and 43 at the other one, after 15.
+    assert prefilled(places, *busy, request_of(3, 0, 11)) == ["1", "0", instance]
+
+
+def test_what_an_instance_had_is_forgotten_when_it_is_lost() -> None:
+    p0, p1, d0 = instances("prefill-0", "prefill-1", "decode-0")
+    places = Places([p0, p1, d0], PD_3, 4, 1000)
+    assert prefilled(places, request_of(0, 0, 10, shared=8)) == ["0"]
+    assert prefilled(places, request_of(1, 1, 10, shared=8)) == ["0"]
+    p0.joined = False
+    assert prefilled(places, request_of(2, 2, 10, shared=8)) == ["1"]
+    p0.joined, p0.joins = True, 1
+    assert prefilled(places, request_of(3, 3, 10, shared=8)) == ["1"]  # the other one begins with nothing
+    p1.joins = 1  # it was away and is back before anybody asked
+    assert prefilled(places, request_of(4, 4, 10, shared=8)) == ["0"]  # neither has it
+
+
+@pytest.mark.parametrize(("design", "instance"), [("PD-Caching-2", "1"), ("PD-Caching-3", "0")])
+def test_answers_count_as_cached_where_prefill_has_them(design: str, instance: str) -> None:
+    places = Places(instances("prefill-0", "prefill-1", "decode-0"), Setting(design, 2, 1), 4, 1000)
+    first = request_of(0, 0, 5, new_tokens=22)
+    places.begin([first])
+    for position in range(22):
+        first.accept(messages.Token(0, 1, position, 50))
+    places.answered(first)
+    # The same conversation, as another session, while 30 tokens wait at prefill-0.
+    busy = Request(1, 0, np.concatenate([first.prompt, np.full(22, 60, np.int32)]), 1)
+    assert prefilled(places, busy) == ["0"]
+    again = Request(2, 2, np.concatenate([first.prompt, np.array(first.tokens, np.int32)]), 1)
+    assert prefilled(places, busy, again) == ["0", instance]
+
+
+def test_new_sessions_mind_what_one_instance_decodes_where_it_does_both() -> None:
+    places = Places(instances("instance-0", "instance-1"), Setting("PD-CC", 2, 0), 4, 1000)
+    first = request_of(0, 0, 10, shared=8, new_tokens=4)
+    assert prefilled(places, first) == ["0"]
+    first.accept(messages.Token(0, 1, 0, 40))
+    assert prefilled(places, first, request_of(1, 1, 10, shared=8)) == ["0", "0"]  # 3 tokens are left: 30 of a prompt
+    first.new_tokens = 40
+    assert prefilled(places, first, request_of(2, 2, 10, shared=8)) == ["0", "1"]
+
+
 def test_a_single_session_stays_when_an_instance_joins() -> None:
     p0, d0, d1 = instances("prefill-0", "decode-0", "decode-1")
-    places = Places([p0, d0, d1], 4, 100)
+    places = Places([p0, d0, d1], PD_3, 4, 100)
     d1.joined = False
     places.begin([request_of(0, 0, 3)])
     d1.joined, d1.joins = True, 1
@@ -144,7 +224,7 @@ def test_a_single_session_stays_when_an_instance_joins() -> None:
 
 def test_a_request_that_does_not_fit_waits_and_is_not_overtaken() -> None:
     one = instances("instance-0")
-    places = Places(one, 4, 10)
+    places = Places(one, Setting("PD-CC", 1, 0), 4, 10)
     requests = [request_of(0, 0, 6), request_of(1, 1, 5), request_of(2, 2, 1)]
     places.begin(requests)
     assert [request.prefill is None for request in requests] == [False, True, True]
@@ -219,7 +299,7 @@ def test_a_kill_is_reported_with_who_noticed_it_and_who_went_on() -> None:
 def test_no_instance_is_up() -> None:
     p0, d0 = instances("prefill-0", "decode-0")
     d0.joined = False
-    places = Places([p0, d0], 4, 10)
+    places = Places([p0, d0], PD_3, 4, 10)
     request = request_of(0, 0, 1)
     places.begin([request])
     assert request.prefill is None
