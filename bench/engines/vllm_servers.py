@@ -53,10 +53,12 @@ class Server:
         options: More of vLLM's.
         connector: Options of kvpool's connector; None for none.
         variables: The environment; None: `environment`.
+        texts: Whether it takes texts and chats: the model's folder has a tokenizer then.
 
     Attributes:
         name: Of the instance.
         url: Where it answers.
+        folder: As given.
     """
 
     def __init__(
@@ -67,22 +69,25 @@ class Server:
         *options: object,
         connector: dict[str, Any] | None = None,
         variables: dict[str, str] | None = None,
+        texts: bool = False,
     ) -> None:
         self.name, self.url = name, f"http://127.0.0.1:{port}"
         command: list[object] = [
             PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", folder / "model", "--port", port,
-            "--served-model-name", MODEL, "--skip-tokenizer-init", "--enforce-eager", "--block-size", BLOCK,
+            "--served-model-name", MODEL, "--enforce-eager", "--block-size", BLOCK,
             "--enable-prompt-tokens-details", "--distributed-executor-backend",
             "vllm.v1.executor.uniproc_executor.UniProcExecutor",  # by "uni" vLLM takes another one on a CPU
             *options,
         ]  # fmt: skip
+        if not texts:
+            command.append("--skip-tokenizer-init")
         if connector is not None:
             transfer = {
                 "kv_connector": "KvpoolConnector", "kv_role": "kv_both", "kv_connector_extra_config": connector,
                 "kv_connector_module_path": "kvpool.engines.vllm.connector",  # kvpool is not installed there
             }  # fmt: skip
             command += ["--kv-transfer-config", json.dumps(transfer)]
-        self._log = folder / f"{name}.log"
+        self.folder, self._log = folder, folder / f"{name}.log"
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 list(map(str, command)), stdout=log, stderr=log, env=variables or environment(), cwd=ROOT,

@@ -56,9 +56,9 @@ PYTHON_FLOORS: dict[str, set[str]] = {
     "pool": {"errors", "arguments", "types", "config", "_core", "alloc", "index", "transfer", "cluster", "peers"},
     "policy": {"errors", "types", "index"},  # pure: data in, plans out
     "ranks": {"arguments", "errors", "types", "_core", "transfer", "pool"},
-    "control": {"errors", "types", "config", "waiting", "_core", "alloc", "index", "transfer", "cluster", "pool"}
-    | {"policy"},
     "observe": {"errors", "types", "_core", "index", "transfer", "peers", "pool"},
+    "control": {"errors", "types", "config", "waiting", "_core", "alloc", "index", "transfer", "cluster", "pool"}
+    | {"policy", "observe"},
     # A folder an engine, which alone knows it.
     "engines": {"errors", "types", "_core", "index", "transfer", "cluster", "pool", "ranks", "control", "observe"},
     "sim": {"errors", "types", "index", "policy"},

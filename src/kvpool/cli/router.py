@@ -14,7 +14,7 @@ from kvpool.errors import ArgumentError, Unsupported
 
 if TYPE_CHECKING:
     from kvpool.cluster import Role
-    from kvpool.control.router import ClusterSettings, InstanceSpec
+    from kvpool.control.router import ClusterSettings, EventsSpec, InstanceSpec
 
 _MIB = 1 << 20
 _KIB = 1 << 10
@@ -98,6 +98,18 @@ def add_parser(commands: Any) -> None:
     add("--idle", type=float, default=0.2, help="share of its time that an instance works below which there is no cap")
     add("--warmup", type=float, default=60.0, metavar="S", help="how long a newcomer has less than its share")
     add("--ttl", type=float, default=300.0, metavar="S", help="how long a prompt is believed to be cached")
+    add(
+        "--events", default="", metavar="NAME=ENDPOINT[,...]", help="where instances publish KV events: tcp://HOST:PORT"
+    )
+    add("--events-replay", default="", metavar="NAME=ENDPOINT[,...]", help="where they repeat what was missed")
+    add(
+        "--block-tokens",
+        type=int,
+        metavar="N",
+        help="tokens of a block of the instances, whose events name blocks; those of --profile or 16 without it",
+    )
+    add("--tokenize", metavar="PATH", help="ask instances there for the model's tokens of prompts: /tokenize")
+    add("--tokenize-timeout", type=float, default=0.5, metavar="S", help="for an instance to tell them")
     add("--tree-blocks", type=int, default=1 << 20, metavar="N", help="most blocks of prompts that are remembered")
 
     health = parser.add_argument_group("health")
@@ -156,6 +168,25 @@ def _specs(text: str, role: Role) -> list[InstanceSpec]:
     return [InstanceSpec.parse(each, role) for each in text.split(",") if each.strip()]
 
 
+def _events(endpoints: str, replays: str) -> dict[str, EventsSpec]:
+    from kvpool.control.router import EventsSpec
+
+    published, repeated = _named("--events", endpoints), _named("--events-replay", replays)
+    if unknown := sorted(set(repeated) - set(published)):
+        raise ArgumentError(f"--events-replay of {', '.join(unknown)}, which --events does not name")
+    return {name: EventsSpec(endpoint, repeated.get(name)) for name, endpoint in published.items()}
+
+
+def _named(option: str, text: str) -> dict[str, str]:
+    named: dict[str, str] = {}
+    for each in filter(None, map(str.strip, text.split(","))):
+        name, equals, value = each.partition("=")
+        if not equals or name in named:
+            raise ArgumentError(f"{option} {each!r}: it must be NAME=ENDPOINT, and each name once")
+        named[name] = value
+    return named
+
+
 def _cluster(given: argparse.Namespace) -> ClusterSettings | None:
     from kvpool.control.router import ClusterSettings
 
@@ -194,6 +225,10 @@ def _run(options: Options, arguments: argparse.Namespace) -> None:
         admin_key=_key(given.admin_key, _ADMIN_KEY),
         profile=given.profile,
         tokenizer=given.tokenizer,
+        tokenize=given.tokenize,
+        tokenize_timeout_s=given.tokenize_timeout,
+        events=_events(given.events, given.events_replay),
+        block_tokens=given.block_tokens,
         health=router.HealthSettings(
             path=given.health_path,
             interval_s=given.health_interval,

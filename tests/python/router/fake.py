@@ -11,6 +11,7 @@ import asyncio
 import json
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import uvicorn
@@ -29,6 +30,9 @@ class FakeInstance:
         self.status = 0  # of every answer, unless 0
         self.params: Any = None  # kv_transfer_params of its answers
         self.seen: list[tuple[str, dict[str, str], bytes]] = []
+        self.tokens_of: Callable[[dict], Any] | None = None  # its answers at /tokenize; None: 404
+        self.holds_tokens = False  # until this is set back
+        self.asked: list[tuple[dict[str, str], dict]] = []  # there
         self.abandoned = 0  # answers whose client left
         self.under_way = 0
         self.most_under_way = 0
@@ -39,6 +43,7 @@ class FakeInstance:
                 Route("/health", self._health),
                 Route("/v1/completions", self, methods=["POST"]),
                 Route("/v1/chat/completions", self, methods=["POST"]),
+                Route("/tokenize", self._tokenize, methods=["POST"]),
                 Route("/v1/models", self._models),
                 Route("/v1/embeddings", self, methods=["POST"]),
                 Route("/v1/responses", self, methods=["POST"]),
@@ -50,6 +55,16 @@ class FakeInstance:
 
     async def _models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [{"id": "tiny", "object": "model"}]})
+
+    async def _tokenize(self, request: Request) -> Response:
+        fields = await request.json()
+        self.asked.append((dict(request.headers), fields))
+        while self.holds_tokens:
+            await asyncio.sleep(0.01)
+        if self.tokens_of is None:
+            return Response(status_code=404)
+        told = self.tokens_of(fields)
+        return told if isinstance(told, Response) else JSONResponse(told)
 
     async def __call__(self, scope, receive, send) -> None:
         request = Request(scope, receive)

@@ -114,5 +114,4 @@ class ReaderProcess:
             raise NotRead(text)
         hurry()
         data = receive(sock, 4 * tokens)
-        session, namespace, stream = json.loads(text)
-        return Reading(np.frombuffer(data or bytearray(4), dtype=np.int32), session, namespace, stream)
+        return Reading(np.frombuffer(data or bytearray(4), dtype=np.int32), *json.loads(text))

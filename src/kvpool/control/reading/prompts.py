@@ -78,12 +78,16 @@ class Reading:
         session: Of the client, if it names one.
         namespace: Model, salt and kind of token: prompts of different ones share no cache.
         stream: The client wants events.
+        ids_namespace: The namespace that the prompt has as tokens of the model; `namespace` if these are such.
+        salt: Of the cache; "" for none, None for one that is too long to be stored.
     """
 
     tokens: Tokens
     session: str | None
     namespace: str
     stream: bool
+    ids_namespace: str
+    salt: str | None
 
 
 class Tokenizer(Protocol):
@@ -169,9 +173,10 @@ def read_prompt(
     user = fields.get("user")
     session = short(session or (user if isinstance(user, str) and user else None))
     tokens, unit = _tokens(tokenizer, kind, fields, prompt_bytes_max)
-    salt = fields.get("cache_salt")
-    namespace = short(_canonical([unit, fields.get("model"), *([] if salt is None else [salt])]))
-    return Reading(tokens, session, namespace or "", fields.get("stream") is True)
+    model, salt = fields.get("model"), fields.get("cache_salt")
+    namespace, ids_namespace = _namespace(unit, model, salt), _namespace("ids", model, salt)
+    told = "" if salt is None else salt if isinstance(salt, str) and short(salt) == salt else None
+    return Reading(tokens, session, namespace, fields.get("stream") is True, ids_namespace, told)
 
 
 def chat_text(messages: Any, tools: Any = None) -> str:
@@ -313,6 +318,10 @@ def _tokens(tokenizer: Tokenizer, kind: Kind, fields: Mapping[str, Any], most: i
     if isinstance(prompt, _Ids):
         return prompt.tokens, "ids"
     return tokenizer.encode(_canonical(prompt)[:most]), "json"
+
+
+def _namespace(unit: str, model: Any, salt: Any) -> str:
+    return short(_canonical([unit, model, *([] if salt is None else [salt])])) or ""
 
 
 def _canonical(value: Any) -> str:

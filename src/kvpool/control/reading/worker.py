@@ -32,7 +32,7 @@ _NICE: Final = 5  # the router goes first
 class Status(IntEnum):
     """The outcome of an answer."""
 
-    READ = 0  # the text is session, namespace and stream as JSON
+    READ = 0  # the text is all of the reading but its tokens, in their order, as JSON
     REFUSED = 1  # the text says why the body is no JSON object
     UNREAD = 2  # the body was not understood, and the text says why
 
@@ -90,5 +90,5 @@ def _answer(text: Tokenizer, kind: Kind, session: str | None, body: bytearray, m
     except Exception as error:  # a bug, or no memory: the router goes on without
         said = f"{type(error).__name__}: {error}".encode(errors="replace")[:4096]
         return (ANSWER.pack(Status.UNREAD, len(said), 0) + said,)
-    said = json.dumps([read.session, read.namespace, read.stream]).encode()
+    said = json.dumps([read.session, read.namespace, read.stream, read.ids_namespace, read.salt]).encode()
     return ANSWER.pack(Status.READ, len(said), len(read.tokens)) + said, read.tokens.tobytes()

@@ -18,21 +18,28 @@ from kvpool.policy import cost
 __all__ = ["cost_model"]
 
 
-def cost_model(profile: Path | None) -> cost.CostModel:
+def cost_model(profile: Path | None, block_tokens: int | None = None) -> cost.CostModel:
     """From a profile's file, or the default.
+
+    Args:
+        profile: The file; None for the default.
+        block_tokens: Tokens of a block of the instances; None: those of the profile, or 16.
 
     Raises:
         ArgumentError: The file cannot be read, or is no profile, or has too few measurements.
     """
     if profile is None:
-        return _default()
+        return _default(block_tokens or 16)
     try:
-        return cost.CostModel.fit(load_profile(profile))
+        model = cost.CostModel.fit(load_profile(profile))
+        if block_tokens is None:
+            return model
+        return cost.CostModel(model.model, model.fits, model.parallel, block_tokens)
     except OSError as error:
         raise ArgumentError(f"profile {profile}: {error.strerror}") from error
 
 
-def _default() -> cost.CostModel:
+def _default(block_tokens: int) -> cost.CostModel:
     shape = cost.ModelShape(
         layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, head_dim=128, dtype="bfloat16"
     )
@@ -42,4 +49,4 @@ def _default() -> cost.CostModel:
     pair_s = 4 * shape.hidden / flops_per_s
     logits_s = shape.hidden * shape.vocab * shape.itemsize / bytes_per_s
     linear = {"attention": (pair_s, pair_s / 2, 0.0, 0.0, call_s), "lm_head": (0.0, logits_s)}
-    return cost.CostModel(shape, cost.Fits(waves, linear), block_tokens=16)
+    return cost.CostModel(shape, cost.Fits(waves, linear), block_tokens=block_tokens)

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from kvpool.control.router.costs import cost_model
 from kvpool.control.router.errors import Refusal
+from kvpool.control.router.following import Following
 from kvpool.control.router.health import Breaker, State
 from kvpool.control.router.lease import Instance, Lease
 from kvpool.control.router.logs import event
@@ -43,6 +44,7 @@ class Fleet:
 
     Raises:
         ArgumentError: The profile is invalid.
+        Unsupported: Events are to be followed, and their packages are missing.
     """
 
     def __init__(self, settings: RouterSettings, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
@@ -50,7 +52,7 @@ class Fleet:
         self._metrics = metrics
         self._clock = clock
         self.scheduler = GlobalScheduler(
-            cost_model(settings.profile),
+            cost_model(settings.profile, settings.block_tokens),
             clock,
             policy=POLICIES[settings.policy](),
             ttl_s=settings.ttl_s,
@@ -59,6 +61,7 @@ class Fleet:
             holders_max=0,
             blocks_max=settings.tree_blocks_max,
         )
+        self._following = Following(settings.events)
         self._evicted_counted = 0  # the tree's evictions that the metrics contain
         self._by_name: dict[str, Instance] = {}
         self._by_number: dict[int, Instance] = {}
@@ -102,7 +105,7 @@ class Fleet:
         if instance.in_flight:
             raise StateError(f"instance {name} has {instance.in_flight} requests; drain it first")
         if instance.in_table:
-            self.scheduler.remove_instance(instance.number)
+            self._take_out(instance)
         del self._by_name[name], self._by_number[instance.number]
         self._apart -= instance.spec.role != "both"
         self._metrics.forget(name)
@@ -141,6 +144,7 @@ class Fleet:
                 "in_flight_max": self._settings.in_flight_max,
                 "backlog_s": self._backlog_s(instance),
                 "cached_blocks": self._tree_of(instance).blocks(instance.number) if instance.in_table else 0,
+                "events": self._following.report(instance.number),
             }
             for instance in self
         ]
@@ -217,6 +221,11 @@ class Fleet:
         """What time alone changes: exclusions end. Every second or so."""
         for instance in self:
             self.refresh(instance)
+        self._following.tick()
+
+    def close(self) -> None:
+        """Follows nobody's events any more."""
+        self._following.close()
 
     def measure(self) -> None:
         """Sets the gauges."""
@@ -254,12 +263,18 @@ class Fleet:
         return instance.in_table and not (instance.closed or full or busy_trial)
 
     def _join(self, instance: Instance) -> None:
-        self.scheduler.add_instance(instance.number, KINDS[instance.spec.role])
+        name, number = instance.spec.name, instance.number
+        self.scheduler.add_instance(number, KINDS[instance.spec.role], by_events=self._following.publishes(name))
+        self._following.begin(name, number, self._tree_of(instance))
         instance.in_table = True
         event(logging.INFO, "instance up", instance=instance.spec.name, state=instance.breaker.state.value)
 
-    def _eject(self, instance: Instance) -> None:
+    def _take_out(self, instance: Instance) -> None:
+        self._following.end(instance.number)  # first, so that none of its events comes after
         self.scheduler.remove_instance(instance.number)
+
+    def _eject(self, instance: Instance) -> None:
+        self._take_out(instance)
         instance.in_table = instance.trying = False
         instance.epoch += 1
         self._metrics.ejections.labels(instance.spec.name).inc()

@@ -37,6 +37,8 @@ class Metrics:
         self.tree_evicted = self._counter("tree_blocks_evicted", "Blocks that it forgot because they were too many")
         self.decision = self._histogram("decision_seconds", "Choosing an instance", _DECISION_S)
         self.reading = self._histogram("read_seconds", "From a body to tokens", _DECISION_S)
+        self.tokenizing = self._histogram("tokenize_seconds", "From a question for tokens to its answer", _ANSWER_S)
+        self.untokenized = self._counter("prompts_untokenized", "Prompts without the model's tokens, by why", "reason")
         self.first_byte = self._histogram("first_byte_seconds", "From a request to its answer's first byte", _ANSWER_S)
         self.duration = self._histogram("request_seconds", "From a request to its answer's end", _ANSWER_S)
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import queue
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -30,7 +30,9 @@ from kvpool.control.reading.prompts import (
 from kvpool.control.router.errors import Refusal
 from kvpool.control.router.logs import event
 
-__all__ = ["Asked", "Kind", "PromptReader"]
+__all__ = ["Ask", "Asked", "Kind", "PromptReader"]
+
+Ask = Callable[[Kind, Mapping[str, str], bytes | bytearray], Awaitable[Tokens | None]]
 
 _READING_S: Final = 10.0  # of one body, in the process: beyond it the process is replaced
 
@@ -43,7 +45,7 @@ class Asked:
         kind: Of the endpoint.
         tokens: Of the prompt; at least one.
         session: Of the client, None where it names none.
-        namespace: Model, salt and kind of token: prompts of different ones share no cache.
+        namespace: Model, salt and kind of token, or as KV events name it: prompts of different ones share no cache.
         stream: The client wants events, or may want them.
         unread: Why its prompt is not known, for metrics; None where it is.
     """
@@ -64,16 +66,29 @@ class PromptReader:
         prompt_bytes_max: Of a prompt that are read.
         processes: That read what is long, at most.
         wait_s: For one of them to be free.
+        ask: Asks an instance for the tokens of a request's prompt; None: nobody is asked.
+        as_events: Whether instances are followed by their KV events, which name no model: prompts of the model's tokens
+            are to match them.
 
     Raises:
         ArgumentError: The tokenizer is invalid.
         Unsupported: A tokenizer is given, and its package is missing.
     """
 
-    def __init__(self, tokenizer: Path | None, prompt_bytes_max: int, processes: int, wait_s: float) -> None:
+    def __init__(
+        self,
+        tokenizer: Path | None,
+        prompt_bytes_max: int,
+        processes: int,
+        wait_s: float,
+        ask: Ask | None = None,
+        as_events: bool = False,
+    ) -> None:
         self._tokenizer = load_tokenizer(tokenizer)
         self._prompt_bytes_max = prompt_bytes_max
         self._wait_s = wait_s
+        self._tokens_of = ask
+        self._as_events = as_events
         self._all = [ReaderProcess(tokenizer, prompt_bytes_max) for _ in range(processes)]
         self._free: queue.LifoQueue[ReaderProcess] = queue.LifoQueue()  # the one that runs already comes first
         for process in reversed(self._all):
@@ -102,7 +117,11 @@ class PromptReader:
             return self.unread(kind, headers, "failed")
         except TimeoutError:
             return self.unread(kind, headers, "busy")
-        return Asked(kind, read.tokens, read.session, read.namespace, read.stream)
+        if self._tokens_of is not None and read.namespace != read.ids_namespace:
+            tokens = await self._tokens_of(kind, headers, body)
+            if tokens is not None:
+                read = replace(read, tokens=tokens, namespace=read.ids_namespace)
+        return Asked(kind, read.tokens, read.session, self._namespace(read), read.stream)
 
     def unread(self, kind: Kind, headers: Mapping[str, str], why: str) -> Asked:
         """A request whose body is not read."""
@@ -119,6 +138,11 @@ class PromptReader:
             process.close()
 
     # ---- inside
+
+    def _namespace(self, read: Reading) -> str:
+        if self._as_events and read.namespace == read.ids_namespace and read.salt is not None:
+            return read.salt
+        return read.namespace
 
     def _read(self, kind: Kind, session: str | None, body: bytes | bytearray) -> Reading:
         return read_prompt(self._tokenizer, kind, session, body, self._prompt_bytes_max)

@@ -20,6 +20,7 @@ from kvpool.control.router.metrics import Metrics
 from kvpool.control.router.probing import Probing
 from kvpool.control.router.prompts import Kind, PromptReader
 from kvpool.control.router.settings import InstanceSpec, RouterSettings
+from kvpool.control.router.tokenizing import Tokenizing
 
 __all__ = ["Router"]
 
@@ -36,7 +37,7 @@ class Router:
     Raises:
         ArgumentError: The profile, the tokenizer or the cluster's URL is invalid.
         DeadlineExceeded, AuthError, StateError: There is a cluster, and it cannot be joined.
-        Unsupported: A tokenizer is given, and its package is missing.
+        Unsupported: A tokenizer is given, or events are to be followed, and a package for it is missing.
     """
 
     def __init__(self, settings: RouterSettings) -> None:
@@ -45,8 +46,14 @@ class Router:
         self.fleet = Fleet(settings, self.metrics)
         self._budget = Budget(settings.held_bytes_max, settings.requests_max)
         self._intake = Intake(settings)
+        self._tokenizing = None if settings.tokenize is None else Tokenizing(settings, self.fleet, self.metrics)
         self._reader = PromptReader(
-            settings.tokenizer, settings.prompt_bytes_max, settings.readers, settings.reader_wait_s
+            settings.tokenizer,
+            settings.prompt_bytes_max,
+            settings.readers,
+            settings.reader_wait_s,
+            None if self._tokenizing is None else self._tokenizing.ask,
+            bool(settings.events),
         )
         self._probing = Probing(settings.health, self.fleet.probed)
         self._members: ClusterInstances | None = None
@@ -73,6 +80,9 @@ class Router:
             if self._members is not None:
                 await anyio.to_thread.run_sync(self._members.close)
             await self._probing.close()
+            self.fleet.close()
+            if self._tokenizing is not None:
+                await self._tokenizing.close()
             for instance in self.fleet:
                 await instance.upstream.close()
             self._reader.close()

@@ -16,7 +16,7 @@ from kvpool.control.router.budget import STREAM_BYTES, Budget
 from kvpool.errors import ArgumentError
 from kvpool.policy.routing import LeastLoad, LongestPrefix, Policy, QueuePlusExec, SessionId
 
-__all__ = ["POLICIES", "ClusterSettings", "HealthSettings", "InstanceSpec", "RouterSettings"]
+__all__ = ["POLICIES", "ClusterSettings", "EventsSpec", "HealthSettings", "InstanceSpec", "RouterSettings"]
 
 POLICIES: Final[Mapping[str, Callable[[], Policy]]] = {
     "queue-plus-exec": QueuePlusExec,
@@ -70,6 +70,29 @@ class InstanceSpec:
             name, url = "", text.strip()
         url = url.rstrip("/")
         return cls(name or sub(r"[^A-Za-z0-9._:-]", "", urlsplit(url).netloc) or "?", url, role)
+
+
+@dataclass(frozen=True)
+class EventsSpec:
+    """Where an instance publishes its KV events.
+
+    Attributes:
+        endpoint: Of its publisher, to connect to: tcp://10.0.0.1:5557, ipc:///path.
+        replay: Where it repeats what was missed; None: nowhere.
+    """
+
+    endpoint: str
+    replay: str | None = None
+
+    def __post_init__(self) -> None:
+        for each in (self.endpoint, self.replay):
+            if each is None:
+                continue
+            if not fullmatch(r"tcp://[^\s*]+:[0-9]{1,5}|ipc://\S+", each):
+                raise ArgumentError(
+                    f"KV events of {each!r}: it must look like tcp://10.0.0.1:5557 or ipc:///path, with an address to "
+                    "connect to"
+                )
 
 
 @dataclass(frozen=True)
@@ -148,6 +171,11 @@ class RouterSettings:
         admin_key: That the operator names as `Authorization: Bearer ...`; None for one that `serve` makes.
         profile: A file that `kvpool.control.save_profile` wrote, for the cost model; None for the default one.
         tokenizer: A tokenizer.json of Hugging Face; None for four bytes a token.
+        tokenize: The path at which instances are asked for the tokens of prompts; None: they are not asked.
+        tokenize_timeout_s: For an instance to tell them.
+        events: Where instances publish KV events, by the instances' names.
+        block_tokens: Tokens of a block in the prompt tree: as many as the instances' blocks have, if their events are
+            followed. None: those of the profile, or 16.
         health: When an instance is out.
         retries: Further instances that are tried when one fails before its first byte.
         in_flight_max: Requests that one instance may have, and connections to it; when all have as many, clients get
@@ -190,6 +218,10 @@ class RouterSettings:
     admin_key: str | None = field(default=None, repr=False)
     profile: Path | None = None
     tokenizer: Path | None = None
+    tokenize: str | None = None
+    tokenize_timeout_s: float = 0.5
+    events: Mapping[str, EventsSpec] = field(default_factory=dict)
+    block_tokens: int | None = None
     health: HealthSettings = field(default_factory=HealthSettings)
     retries: int = 2
     in_flight_max: int = 256
@@ -222,6 +254,7 @@ class RouterSettings:
             values = [getattr(spec, seen) for spec in self.instances]
             if twice := sorted({value for value in values if values.count(value) > 1}):
                 raise ArgumentError(f"instances: {', '.join(twice)} is there twice")
+        self._check_cached()
         roles = {spec.role for spec in self.instances}
         if self.cluster is None and len(roles & {"prefill", "decode"}) == 1:
             raise ArgumentError(f"instances that only {(roles - {'both'}).pop()}, and none for the other half")
@@ -253,3 +286,14 @@ class RouterSettings:
         _positive(self, "parse_bytes_max", "prompt_bytes_max", "readers", "reader_wait_s")
         _positive(self, "in_flight_max", "body_bytes_max", "connect_timeout_s", "body_timeout_s", "stall_timeout_s")
         _positive(self, "first_byte_timeout_s", "deadline_s", "shutdown_timeout_s", "ttl_s", "tree_blocks_max")
+
+    def _check_cached(self) -> None:
+        """What says how prompts are matched with what instances have cached."""
+        unknown = set(self.events) - {spec.name for spec in self.instances}
+        if unknown and self.cluster is None and self.admin_port is None:  # with either, others may come
+            raise ArgumentError(f"events of {', '.join(sorted(unknown))}: no such instance")
+        if self.tokenize is not None and not fullmatch(r"/[!-~]*", self.tokenize):
+            raise ArgumentError(f"tokenize path {self.tokenize!r} must begin with /")
+        if self.block_tokens is not None and not 0 < self.block_tokens <= 1 << 16:
+            raise ArgumentError(f"block_tokens is {self.block_tokens}; it must be from 1 to {1 << 16}")
+        _positive(self, "tokenize_timeout_s")

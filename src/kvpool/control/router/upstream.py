@@ -17,7 +17,7 @@ import httpx
 from kvpool.control.router.body import Body
 from kvpool.control.router.settings import InstanceSpec, RouterSettings
 
-__all__ = ["Answer", "Headers", "Prober", "Upstream", "UpstreamError"]
+__all__ = ["Answer", "Asker", "Headers", "Prober", "Upstream", "UpstreamError"]
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -204,6 +204,59 @@ class Prober:
                 return f"no answer within {self._timeout_s:g} s"
             return _cause(error)
         return None if response.is_success else f"it answered with status {response.status_code}"
+
+    async def close(self) -> None:
+        """Closes all connections."""
+        await self._client.aclose()
+
+
+class Asker:
+    """Asks instances short questions beside the requests. Belongs to one event loop.
+
+    Args:
+        timeout_s: Of a question.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        limits = httpx.Limits(max_connections=256, max_keepalive_connections=64, keepalive_expiry=2.0)
+        self._client = _client(httpx.Timeout(timeout_s), limits)
+
+    async def post(
+        self, spec: InstanceSpec, path: str, authorization: str | None, data: bytes, most: int
+    ) -> tuple[int, bytes]:
+        """The status of the answer and, if that is 200, its body.
+
+        Args:
+            spec: The instance.
+            path: Of the question.
+            authorization: The header of that name; None for none.
+            data: JSON.
+            most: Bytes of the answer.
+
+        Raises:
+            UpstreamError: There is no answer in time, or it is too long.
+        """
+        base = httpx.URL(spec.url)
+        url = base.copy_with(raw_path=base.raw_path.rstrip(b"/") + path.encode())
+        headers = {"content-type": "application/json", "accept-encoding": "identity"}
+        if authorization is not None:
+            headers["authorization"] = authorization
+        try:
+            with anyio.fail_after(self._timeout_s):
+                async with self._client.stream("POST", url, headers=headers, content=data) as response:
+                    got = bytearray()
+                    if response.status_code == 200:
+                        async for piece in response.aiter_raw():
+                            got += piece
+                            if len(got) > most:
+                                raise UpstreamError("its answer is too long", sent=True)
+                    return response.status_code, bytes(got)
+        except (httpx.TimeoutException, TimeoutError) as error:
+            message = f"no answer within {self._timeout_s:g} s"
+            raise UpstreamError(message, sent=True) from TimeoutError(str(error))
+        except httpx.HTTPError as error:
+            raise UpstreamError(_cause(error), sent=True, ours=_out_of_files(error)) from error
 
     async def close(self) -> None:
         """Closes all connections."""

@@ -1,0 +1,31 @@
+"""A tokenizer with a chat template for the model of `tiny_llama`: a byte is a token. Runs where `tokenizers` is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Final
+
+_SPECIAL: Final = ("<pad>", "<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")  # the model's ids
+_TEMPLATE: Final = (
+    "<s>{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def write(folder: Path) -> None:
+    """Writes tokenizer.json and tokenizer_config.json beside the model."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    numbers = {token: number for number, token in enumerate([*_SPECIAL, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(numbers, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in _SPECIAL])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>",
+        "chat_template": _TEMPLATE, "model_max_length": 8192,
+    }  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))

@@ -1,0 +1,137 @@
+"""What instances have cached, by their KV events: each instance that publishes them is followed while it is up.
+
+A subscriber has a thread for each instance, which feeds the prompt tree. It ends when the instance is ejected, since
+most instances come back empty, and another one begins when it returns: that one asks for everything that is cached, if
+the instance has an endpoint for replays, and else learns it with the next events.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kvpool.control.router.logs import event
+from kvpool.control.router.settings import EventsSpec
+from kvpool.errors import Unsupported
+from kvpool.index import RemovedEvent, StoredEvent
+from kvpool.policy.routing import PromptTree
+
+if TYPE_CHECKING:
+    from kvpool.observe.events import EventSubscriber
+
+__all__ = ["Following"]
+
+
+class _Feed:
+    """A tree, as long as the instance is followed. Thread-safe: an event that comes after `stop` is dropped."""
+
+    def __init__(self, tree: PromptTree) -> None:
+        self.block_tokens = tree.block_tokens
+        self._tree = tree
+        self._lock = threading.Lock()
+        self._stopped = False
+
+    def apply(self, instance: int, event: StoredEvent | RemovedEvent) -> None:
+        """Applies an event of the instance."""
+        with self._lock:
+            if not self._stopped:
+                self._tree.apply(instance, event)
+
+    def forget(self, instance: int) -> None:
+        """Forgets what the instance has."""
+        with self._lock:
+            if not self._stopped:
+                self._tree.forget(instance)
+
+    def stop(self) -> None:
+        """Nothing is applied from now on."""
+        with self._lock:
+            self._stopped = True
+
+
+@dataclass
+class _Followed:
+    name: str
+    feed: _Feed
+    subscriber: EventSubscriber
+    told: set[str] = field(default_factory=set)  # faults that the log has
+
+
+class Following:
+    """Follows instances by their KV events. Belongs to one event loop; trees are fed by threads.
+
+    Args:
+        endpoints: Of instances, by name: those that publish events.
+
+    Raises:
+        Unsupported: There are endpoints, and the packages for events are missing.
+    """
+
+    def __init__(self, endpoints: Mapping[str, EventsSpec]) -> None:
+        self._endpoints = endpoints
+        self._followed: dict[int, _Followed] = {}  # by the instance's number
+        if endpoints:
+            try:
+                import kvpool.observe.events  # noqa: F401
+            except ImportError as error:
+                raise Unsupported("--events needs pyzmq and msgpack: pip install 'kvpool[events]'") from error
+
+    def publishes(self, name: str) -> bool:
+        """Whether an instance is to be followed."""
+        return name in self._endpoints
+
+    def begin(self, name: str, number: int, tree: PromptTree) -> None:
+        """Follows an instance from now on, if it publishes events. REQUIRES: it is not followed."""
+        spec = self._endpoints.get(name)
+        if spec is None:
+            return
+        from kvpool.observe.events import EventSubscriber
+
+        feed = _Feed(tree)
+        subscriber = EventSubscriber(feed, number, spec.endpoint, spec.replay)
+        self._followed[number] = _Followed(name, feed, subscriber)
+
+    def end(self, number: int) -> None:
+        """Follows an instance no longer: when this returns, nothing more of it is applied. Idempotent."""
+        followed = self._followed.pop(number, None)
+        if followed is not None:
+            followed.feed.stop()
+            # Its thread may be waiting for the answer of an instance that is gone.
+            threading.Thread(target=followed.subscriber.close, name="kvpool-unfollow", daemon=True).start()
+
+    def close(self) -> None:
+        """Ends all."""
+        for number in list(self._followed):
+            self.end(number)
+
+    def report(self, number: int) -> dict[str, Any] | None:
+        """How well an instance is followed, for /instances; None for one that is not."""
+        followed = self._followed.get(number)
+        if followed is None:
+            return None
+        subscriber = followed.subscriber
+        return {
+            "synced": subscriber.synced,
+            "gaps": subscriber.gaps,
+            "malformed": subscriber.malformed,
+            "left_out": subscriber.left_out,
+        }
+
+    def tick(self) -> None:
+        """Logs what is wrong with events, once for each instance."""
+        for followed in self._followed.values():
+            subscriber = followed.subscriber
+            for fault, count in (("malformed", subscriber.malformed), ("left_out", subscriber.left_out)):
+                if count and fault not in followed.told:
+                    followed.told.add(fault)
+                    cause = _CAUSES[fault].format(followed.feed.block_tokens)
+                    event(logging.WARNING, "events ignored", instance=followed.name, cause=cause)
+
+
+_CAUSES = {
+    "malformed": "messages that are no batch of KV events",
+    "left_out": "blocks of another size than --block-tokens, {}, or of layers of another kind",
+}

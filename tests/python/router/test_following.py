@@ -1,0 +1,309 @@
+"""The router by KV events: prompts go to the instance that has them cached, though the router has sent them nowhere.
+
+The instances are fakes, and a pool beside each publishes what is cached there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from kit import BLOCK, small_pool, store
+from router.router_kit import Fake, Running, eventually, fakes, logged, routing
+from starlette.responses import Response
+
+from kvpool import Pool, cli
+from kvpool.control.router import EventsSpec, InstanceSpec, RouterSettings
+from kvpool.errors import ArgumentError
+from kvpool.observe.events import EventPublisher
+
+ROLES = {"system": 1, "user": 2, "assistant": 3}
+SYSTEM = {"role": "system", "content": "You are of help."}
+
+
+def tokens_of(fields: dict[str, Any]) -> dict[str, Any]:
+    """A model's tokenizer and template: nothing that the router could find out from the text."""
+    if "prompt" in fields:
+        return {"tokens": [4, *fields["prompt"].encode()]}
+    said = [[ROLES[each["role"]], *each["content"].encode(), 9] for each in fields["messages"]]
+    return {"tokens": [token for each in said for token in each] + [3] * fields.get("add_generation_prompt", True)}
+
+
+def chat(*questions: str) -> dict[str, Any]:
+    return {"model": "m", "messages": [SYSTEM, *({"role": "user", "content": each} for each in questions)]}
+
+
+class Cached:
+    """What an instance has cached, and tells."""
+
+    def __init__(self, pool: Pool, publisher: EventPublisher) -> None:
+        self.pool = pool
+        self.spec = EventsSpec(publisher.endpoint, publisher.replay_endpoint)
+
+    def store(self, tokens: list[int], namespace: str = "") -> int:
+        """Returns how many tokens of it are cached."""
+        whole = np.array(tokens[: len(tokens) // BLOCK * BLOCK], np.int32)
+        store(self.pool, whole, namespace=namespace)
+        return len(whole)
+
+
+@contextlib.contextmanager
+def caches(*names: str) -> Iterator[dict[str, Cached]]:
+    with contextlib.ExitStack() as stack:
+        found = {}
+        for name in names:
+            pool = stack.enter_context(small_pool(256, 0))
+            found[name] = Cached(pool, stack.enter_context(EventPublisher(pool, interval=0.005)))
+        yield found
+
+
+@contextlib.contextmanager
+def followed(two: list[Fake], cached: dict[str, Cached], **settings: Any) -> Iterator[Running]:
+    """A router that follows them and knows nothing of them by itself for long."""
+    for fake in two:
+        fake.tokens_of = tokens_of
+    settings = {
+        "events": {name: each.spec for name, each in cached.items()}, "block_tokens": BLOCK, "tokenize": "/tokenize",
+        "tokenize_timeout_s": 30.0, "policy": "longest-prefix", "warmup_s": 0.0, "cap": 1000.0,
+    } | settings  # fmt: skip
+    with routing(*two, **settings) as running:
+        eventually(lambda: all(each["events"]["synced"] for each in running.states().values() if each["events"]))
+        yield running
+
+
+def blocks(running: Running, name: str) -> int:
+    return running.states()[name]["cached_blocks"]
+
+
+def ask(running: Running, fields: dict[str, Any]) -> tuple[str, int]:
+    """Where a chat went, and how many of its tokens the router believed to be cached there."""
+    before = running.metric("prompt_tokens_cached_total")
+    response = running.client.post("/v1/chat/completions", json=fields)
+    assert response.status_code == 200, response.text
+    return response.headers["x-kvpool-instance"], int(running.metric("prompt_tokens_cached_total") - before)
+
+
+@pytest.mark.parametrize("policy", ["longest-prefix", "queue-plus-exec"])
+def test_a_chat_goes_to_the_instance_that_has_it_cached_by_its_own_events(policy):
+    with fakes("a", "b") as two, caches("a", "b") as cached, followed(two, cached, policy=policy) as running:
+        for number, name in enumerate("babba"):
+            fields = chat(f"{number} A question that was asked elsewhere. " * 3)
+            told = tokens_of(fields)["tokens"]
+            before = blocks(running, name)
+            whole = cached[name].store(told)
+            eventually(lambda name=name, before=before: blocks(running, name) > before)
+            assert ask(running, fields) == (name, whole)
+            # The next turn shares what the template puts before the answer, not the text of the request.
+            assert ask(running, chat(fields["messages"][1]["content"], "And then?"))[0] == name
+        assert running.metric("tokenize_seconds_count") == 10
+        assert running.metric("prompts_untokenized_total", reason="failed") == 0
+
+
+def test_texts_and_tokens_of_completions_match_events_and_salts_are_namespaces():
+    with fakes("a", "b") as two, caches("a", "b") as cached, followed(two, cached) as running:
+        text = "A text of some length, which is cached."
+        told = tokens_of({"prompt": text})["tokens"]
+        cached["b"].store(told)
+        cached["a"].store(told, namespace="tenant")
+        eventually(lambda: blocks(running, "a") and blocks(running, "b"))
+        assert running.where(text) == running.where(told) == running.where([text, "other"]) == "b"
+        assert running.where(text, cache_salt="tenant") == running.where(told, cache_salt="tenant") == "a"
+        counted = running.metric("prompt_tokens_cached_total")
+        running.complete(text, cache_salt="s" * 65)  # too long to be stored as it is: no match
+        running.complete(text, cache_salt=["odd"])
+        assert running.metric("prompt_tokens_cached_total") == counted
+
+
+def test_what_an_instance_drops_is_forgotten():
+    fields = chat("A question that was asked elsewhere. " * 3)
+    with fakes("a", "b") as two, caches("a", "b") as cached, followed(two, cached) as running:
+        told = tokens_of(fields)["tokens"]
+        whole = cached["b"].store(told)
+        eventually(lambda: blocks(running, "b"))
+        assert ask(running, fields) == ("b", whole)
+        cached["b"].pool.delete(np.array(told[:whole], np.int32))
+        eventually(lambda: not blocks(running, "b"))
+        assert ask(running, fields)[1] == 0
+
+
+def test_an_instance_that_clears_its_cache_or_is_started_again_is_forgotten():
+    fields = chat("A question that was asked elsewhere. " * 3)
+    told = tokens_of(fields)["tokens"]
+    with socket.socket() as one, socket.socket() as other:
+        for each in (one, other):
+            each.bind(("127.0.0.1", 0))
+        ports = [f"tcp://127.0.0.1:{each.getsockname()[1]}" for each in (one, other)]
+    with fakes("a", "b") as two, caches("a") as cached, contextlib.ExitStack() as stack:
+        pool = stack.enter_context(small_pool(256, 0))
+        publisher = EventPublisher(pool, ports[0], replay_endpoint=ports[1], interval=0.005)
+        cached["b"] = Cached(pool, publisher)
+        running = stack.enter_context(followed(two, cached))
+        whole = cached["b"].store(told)
+        eventually(lambda: blocks(running, "b"))
+        assert ask(running, fields) == ("b", whole)
+        pool.close()  # the last event of it clears all
+        eventually(lambda: not blocks(running, "b"))
+        publisher.close()
+        fresh = stack.enter_context(small_pool(256, 0))
+        again = stack.enter_context(EventPublisher(fresh, ports[0], replay_endpoint=ports[1], interval=0.005))
+        assert ask(running, fields)[1] == 0
+        other = chat("Another one, which the new incarnation has. " * 3)
+        whole = Cached(fresh, again).store(tokens_of(other)["tokens"])
+        eventually(lambda: blocks(running, "b") * BLOCK >= whole)
+        assert ask(running, other) == ("b", whole)
+
+
+def test_an_ejected_instance_is_forgotten_and_learnt_again_when_it_returns():
+    fields = chat("A question that was asked elsewhere. " * 3)
+    with fakes("a", "b") as two, caches("a", "b") as cached, followed(two, cached) as running:
+        whole = cached["b"].store(tokens_of(fields)["tokens"])
+        eventually(lambda: blocks(running, "b"))
+        two[1].well = False
+        eventually(lambda: running.state("b") == "out")
+        assert running.states()["b"]["events"] is None
+        assert ask(running, fields)[0] == "a"
+        cached["a"].store(tokens_of(chat("Something else. " * 3))["tokens"])  # the others are followed on
+        eventually(lambda: blocks(running, "a") > 1)
+        two[1].well = True
+        eventually(lambda: blocks(running, "b") * BLOCK == whole, "it was not learnt again")
+
+
+def test_an_instance_without_events_stands_beside_one_with_events():
+    fields = chat("A question that was asked elsewhere. " * 3)
+    with fakes("a", "b") as two, caches("b") as cached, followed(two, cached) as running:
+        assert running.states()["a"]["events"] is None
+        home = ask(running, fields)[0]
+        assert ask(running, fields)[0] == home  # by the router's memory
+        other = chat("Another question that was asked elsewhere. " * 3)
+        whole = cached["b"].store(tokens_of(other)["tokens"])
+        eventually(lambda: blocks(running, "b") * BLOCK >= whole)
+        assert ask(running, other) == ("b", whole)
+
+
+def test_blocks_of_another_size_are_told_once():
+    with logged() as records, fakes("a", "b") as two, caches("a") as cached:
+        with followed(two, cached, block_tokens=2 * BLOCK) as running:
+            for number in range(3):
+                cached["a"].store(tokens_of(chat(f"{number} question " * 3))["tokens"])
+            eventually(lambda: running.states()["a"]["events"]["left_out"] > 3)
+            warnings = [each for each in records if each.levelno == logging.WARNING]
+            eventually(lambda: [each for each in records if each.getMessage() == "events ignored"])
+            assert blocks(running, "a") == 0
+        assert len([each for each in records if each.getMessage() == "events ignored"]) == 1, warnings
+
+
+# ---- when tokens are not to be had
+
+
+def lower(fake: Fake) -> list[dict[str, str]]:
+    return [headers for headers, _ in fake.asked]
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason", "again"),
+    [
+        (lambda fields: Response(status_code=400), "refused", True),  # that may lie in the prompt
+        (lambda fields: Response(status_code=404), "refused", False),
+        (lambda fields: Response(status_code=500), "refused", False),
+        (lambda fields: {"tokens": "none"}, "wrong", False),
+        (lambda fields: {"tokens": [7] * 100_000}, "failed", False),  # far more than the prompt can have
+    ],
+)
+def test_without_tokens_prompts_are_routed_as_before(answer, reason, again):
+    fields = chat("A question that was asked before. " * 3)
+    with fakes("a") as one, routing(*one, tokenize="/tokenize", tokenize_timeout_s=30.0) as running:
+        one[0].tokens_of = answer
+        assert ask(running, fields) == ("a", 0)
+        assert ask(running, fields)[1] > 0  # by its bytes
+        assert len(one[0].asked) == 1 + again
+        assert running.metric("prompts_untokenized_total", reason=reason) == 1 + again
+        assert running.metric("prompts_untokenized_total", reason="nobody") == 1 - again
+
+
+def test_a_slow_instance_is_not_waited_for_and_another_one_is_asked_next():
+    fields = chat("A question that was asked before. " * 3)
+    with fakes("a", "b") as two, routing(*two, tokenize="/tokenize", tokenize_timeout_s=0.2) as running:
+        for fake in two:
+            fake.tokens_of = tokens_of
+        two[0].holds_tokens = two[1].holds_tokens = True
+        ask(running, fields)
+        asked = [fake for fake in two if fake.asked]
+        assert len(asked) == 1
+        assert running.metric("prompts_untokenized_total", reason="slow") == 1
+        (other,) = [fake for fake in two if fake is not asked[0]]
+        ask(running, fields)
+        assert (len(asked[0].asked), len(other.asked)) == (1, 1)
+        ask(running, fields)
+        assert running.metric("prompts_untokenized_total", reason="nobody") == 1
+        two[0].holds_tokens = two[1].holds_tokens = False
+
+
+@pytest.mark.parametrize(
+    ("settings", "sent", "seen"),
+    [
+        ({}, "Bearer client", "Bearer client"),
+        ({"api_key": "router"}, "Bearer router", None),
+        ({"instance_key": "instance"}, "Bearer client", "Bearer instance"),
+    ],
+)
+def test_a_question_carries_the_key_that_the_request_does(settings, sent, seen):
+    with fakes("a") as one, routing(*one, tokenize="/tokenize", tokenize_timeout_s=30.0, **settings) as running:
+        running.client.headers["authorization"] = sent
+        one[0].tokens_of = tokens_of
+        ask(running, chat("hi"))
+        assert [headers.get("authorization") for headers in lower(one[0])] == [seen]
+
+
+def test_long_prompts_and_tokens_are_not_asked_about():
+    with fakes("a") as one, routing(*one, tokenize="/tokenize", prompt_bytes_max=1 << 18) as running:
+        one[0].tokens_of = tokens_of
+        running.complete([1, 2, 3])
+        ask(running, chat("x" * (1 << 18)))
+        assert one[0].asked == []
+        assert running.metric("prompts_untokenized_total", reason="long") == 1
+        ask(running, chat("x" * (1 << 17)))  # which another process reads
+        assert len(one[0].asked) == 1
+
+
+# ---- settings
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"events": {"b": EventsSpec("tcp://h:1")}}, "events of b: no such instance"),
+        ({"tokenize": "tokenize"}, "must begin with /"),
+        ({"tokenize_timeout_s": 0.0}, "must be above 0"),
+        ({"block_tokens": 0}, "must be from 1"),
+    ],
+)
+def test_wrong_settings_are_refused(wrong, message):
+    with pytest.raises(ArgumentError, match=message):
+        RouterSettings((InstanceSpec("a", "http://h:1"),), **wrong)
+    RouterSettings((InstanceSpec("a", "http://h:1"),), events={"b": EventsSpec("tcp://h:1")}, admin_port=1)
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://*:5557", "h:5557", "tcp://h", "", "http://h:1", "ipc://"])
+def test_an_endpoint_to_which_nobody_can_connect_is_refused(endpoint):
+    with pytest.raises(ArgumentError, match="an address to connect to"):
+        EventsSpec(endpoint)
+    with pytest.raises(ArgumentError, match="an address to connect to"):
+        EventsSpec("tcp://h:1", endpoint)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--events", "tcp://h:1"], "must be NAME=ENDPOINT"),
+        (["--events", "a=tcp://h:1,a=tcp://h:2"], "each name once"),
+        (["--events-replay", "a=tcp://h:1"], "which --events does not name"),
+    ],
+)
+def test_wrong_options_are_refused(arguments, message, capsys):
+    assert cli.main(["router", "--instances", "a=http://h:1", *arguments]) != 0
+    assert message in capsys.readouterr().err
