@@ -197,6 +197,14 @@ def test_blocks_of_another_size_are_told_once():
         assert len([each for each in records if each.getMessage() == "events ignored"]) == 1, warnings
 
 
+def test_an_address_that_zmq_refuses_costs_the_events_alone():
+    with logged() as records, fakes("a") as one:
+        with routing(*one, events={"a": EventsSpec("tcp://no!host:1")}) as running:
+            assert running.states()["a"]["events"] is None
+            assert running.where("hello") == "a"
+        assert [each for each in records if each.getMessage() == "instance not followed"]
+
+
 # ---- when tokens are not to be had
 
 
@@ -288,7 +296,9 @@ def test_wrong_settings_are_refused(wrong, message):
     RouterSettings((InstanceSpec("a", "http://h:1"),), events={"b": EventsSpec("tcp://h:1")}, admin_port=1)
 
 
-@pytest.mark.parametrize("endpoint", ["tcp://*:5557", "h:5557", "tcp://h", "", "http://h:1", "ipc://"])
+@pytest.mark.parametrize(
+    "endpoint", ["tcp://*:5557", "h:5557", "tcp://h", "tcp://h:65536", "tcp://h:0", "", "http://h:1", "ipc://"]
+)
 def test_an_endpoint_to_which_nobody_can_connect_is_refused(endpoint):
     with pytest.raises(ArgumentError, match="an address to connect to"):
         EventsSpec(endpoint)

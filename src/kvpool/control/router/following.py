@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpool.control.router.logs import event
 from kvpool.control.router.settings import EventsSpec
-from kvpool.errors import Unsupported
+from kvpool.errors import ArgumentError, Unsupported
 from kvpool.index import RemovedEvent, StoredEvent
 from kvpool.policy.routing import PromptTree
 
@@ -91,7 +91,11 @@ class Following:
         from kvpool.observe.events import EventSubscriber
 
         feed = _Feed(tree)
-        subscriber = EventSubscriber(feed, number, spec.endpoint, spec.replay)
+        try:
+            subscriber = EventSubscriber(feed, number, spec.endpoint, spec.replay)
+        except ArgumentError as error:  # an address that ZMQ does not take
+            event(logging.WARNING, "instance not followed", instance=name, cause=str(error))
+            return
         self._followed[number] = _Followed(name, feed, subscriber)
 
     def end(self, number: int) -> None:

@@ -88,7 +88,8 @@ class EventsSpec:
         for each in (self.endpoint, self.replay):
             if each is None:
                 continue
-            if not fullmatch(r"tcp://[^\s*]+:[0-9]{1,5}|ipc://\S+", each):
+            found = fullmatch(r"tcp://[^\s*]+:([0-9]{1,5})|ipc://\S+", each)
+            if found is None or not 0 < int(found[1] or 1) < 1 << 16:
                 raise ArgumentError(
                     f"KV events of {each!r}: it must look like tcp://10.0.0.1:5557 or ipc:///path, with an address to "
                     "connect to"
