@@ -1,4 +1,7 @@
-"""A tokenizer with a chat template for the model of `tiny_llama`: a byte is a token. Runs where `tokenizers` is."""
+"""A tokenizer with a chat template for the model of `tiny_llama`: each letter of ASCII is a token, others are dropped.
+
+So any tokens are a text with these tokens, which load generators want. Runs where `tokenizers` is.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ def write(folder: Path) -> None:
     """Writes tokenizer.json and tokenizer_config.json beside the model."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    alphabet = [*map(chr, range(ord("!"), 127)), "\u0120", "\u010a"]  # a space and a new line, as ByteLevel writes them
     numbers = {token: number for number, token in enumerate([*_SPECIAL, *alphabet])}
     tokenizer = Tokenizer(models.BPE(numbers, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

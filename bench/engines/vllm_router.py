@@ -2,6 +2,8 @@
 
 Recorded traces are replayed: an id of a trace stands for a block of the prompt here, with everything before it. All
 four ways see the same prompts, but for an offset of the token ids, so that no way finds what another has cached.
+
+vLLM's own load generator then drives round robin and the router in the same way (`vllm_serve`).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.context import Context
+from bench.engines import vllm_serve
 from bench.engines.vllm_servers import BLOCK, PYTHON, ROOT, Measured, Server, environment, free_port, replay, router
 from bench.result import Report, Row, Skipped
 
@@ -26,6 +29,7 @@ _TRACES = Path(os.environ.get("KVPOOL_TRACES") or ROOT.parent / "shared" / "trac
 _WAYS = ("round robin", "router", "round robin + kvpool", "router + kvpool")
 _OWN_BLOCKS = 160  # of vLLM's cache, in each server: 5,120 tokens
 _LONGEST, _OUT, _IN_FLIGHT = 4096, 4, 4
+_OPTIONS = ("--max-model-len", _LONGEST, "--dtype", "bfloat16", "--num-gpu-blocks-override", _OWN_BLOCKS)
 # By name: the file, tokens that an id stands for here, agents, and requests in a quick and in a full run. The sessions
 # of the second trace all begin with the same examples, as those of one agent do; here they are of twelve agents.
 _WORKLOADS = {
@@ -54,7 +58,30 @@ def run(context: Context) -> Report:
                     named = ",".join(f"{server.name}={server.url}" for server in two)
                     with router("--instances", named, up=len(two)) as url:
                         measured[name]["router" + suffix] = replay([url], _salted(each, salt + 1), _OUT, _IN_FLIGHT)
-    return _report(prompts, measured)
+        served = vllm_serve.compare(Path(folder), context.pick(64, 256), *_OPTIONS)
+    report = _report(prompts, measured)
+    report.rows += _served_rows(served)
+    report.notes.append(
+        "vllm bench serve: its data set prefix_repetition, 8 prefixes of 1,024 tokens in random order, as texts, "
+        "without kvpool's cache; the router asks for tokens, and the rows name the one that follows KV events."
+    )
+    return report
+
+
+def _served_rows(served: dict[str, vllm_serve.Served]) -> list[Row]:
+    best = served["router by events"]
+    others = {way: each for way, each in served.items() if each is not best}
+    rows = []
+    for what, key, unit, better in (
+        ("tokens of prompts from vLLM's cache", "hit_ratio", "", "higher"),
+        ("time to the first token, mean", "ttft_mean_ms", "ms", "lower"),
+        ("time to the first token, 99th percentile", "ttft_p99_ms", "ms", "lower"),
+        ("requests a second", "requests_per_s", "/s", "higher"),
+    ):
+        peers = {way: getattr(each, key) for way, each in others.items()}
+        row = Row(f"vllm bench serve: {what}", getattr(best, key), unit, better=better, peers=peers)  # type: ignore[arg-type]
+        rows.append(row)
+    return rows
 
 
 def _report(prompts: dict[str, list[list[int]]], measured: dict[str, dict[str, Measured]]) -> Report:
@@ -122,9 +149,9 @@ def _ideal(prompts: Sequence[Sequence[int]]) -> float:
 
 def _write_model(folder: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from bench.engines import tiny_llama, vllm_engine as e; "
-        "tiny_llama.write(Path(sys.argv[1]), hidden=e.HIDDEN, layers=e.LAYERS, heads=e.HEADS, kv_heads=e.KV_HEADS, "
-        "head_dim=e.HEAD_DIM)"
+        "import sys; from pathlib import Path; from bench.engines import tiny_llama, tiny_tokenizer, vllm_engine as e; "
+        "folder = Path(sys.argv[1]); tiny_llama.write(folder, hidden=e.HIDDEN, layers=e.LAYERS, heads=e.HEADS, "
+        "kv_heads=e.KV_HEADS, head_dim=e.HEAD_DIM); tiny_tokenizer.write(folder)"
     )
     subprocess.run([PYTHON, "-c", program, str(folder)], check=True, cwd=ROOT, env=environment())
 
@@ -134,12 +161,7 @@ def _servers(folder: Path, connector: dict[str, Any] | None) -> Iterator[list[Se
     with contextlib.ExitStack() as stack:
         two = []
         for name in ("a", "b"):
-            two.append(
-                Server(
-                    folder, name, free_port(), "--max-model-len", _LONGEST, "--dtype", "bfloat16",
-                    "--num-gpu-blocks-override", _OWN_BLOCKS, connector=connector,
-                )
-            )  # fmt: skip
+            two.append(Server(folder, name, free_port(), *_OPTIONS, connector=connector))
             stack.callback(two[-1].kill)
         for server in two:
             server.await_start()
