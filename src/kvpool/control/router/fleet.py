@@ -234,6 +234,8 @@ class Fleet:
             self._metrics.up.labels(name).set(instance.in_table)
             self._metrics.draining.labels(name).set(instance.closed)
             self._metrics.in_flight.labels(name).set(instance.in_flight)
+            if self._following.publishes(name):
+                self._metrics.synced.labels(name).set(self._following.is_synced(instance.number))
         self._metrics.tree_blocks.set(sum(len(self.scheduler.tree(kind)) for kind in Kind))
         evicted = self.scheduler.blocks_evicted
         self._metrics.tree_evicted.inc(evicted - self._evicted_counted)

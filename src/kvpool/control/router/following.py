@@ -111,6 +111,11 @@ class Following:
         for number in list(self._followed):
             self.end(number)
 
+    def is_synced(self, number: int) -> bool:
+        """Whether an instance is followed, and everything that it is known to have published has been applied."""
+        followed = self._followed.get(number)
+        return followed is not None and followed.subscriber.synced
+
     def report(self, number: int) -> dict[str, Any] | None:
         """How well an instance is followed, for /instances; None for one that is not."""
         followed = self._followed.get(number)

@@ -33,6 +33,7 @@ class Metrics:
         self.in_flight = self._gauge("requests_in_flight", "Requests that an instance has", "instance")
         self.up = self._gauge("instance_up", "1 for an instance that is healthy or on trial", "instance")
         self.draining = self._gauge("instance_draining", "1 for an instance that is drained", "instance")
+        self.synced = self._gauge("events_synced", "1 if the tree has all events of a followed instance", "instance")
         self.tree_blocks = self._gauge("tree_blocks", "Blocks in the prompt tree")
         self.tree_evicted = self._counter("tree_blocks_evicted", "Blocks that it forgot because they were too many")
         self.decision = self._histogram("decision_seconds", "Choosing an instance", _DECISION_S)
@@ -48,7 +49,7 @@ class Metrics:
 
     def forget(self, instance: str) -> None:
         """Drops the gauges of an instance that was removed. Counters stay."""
-        for gauge in (self.in_flight, self.up, self.draining):
+        for gauge in (self.in_flight, self.up, self.draining, self.synced):
             with suppress(KeyError):  # it was never measured
                 gauge.remove(instance)
 
