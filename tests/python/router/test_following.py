@@ -220,7 +220,7 @@ def lower(fake: Fake) -> list[dict[str, str]]:
         (lambda fields: Response(status_code=404), "refused", False),
         (lambda fields: Response(status_code=500), "refused", False),
         (lambda fields: {"tokens": "none"}, "wrong", False),
-        (lambda fields: {"tokens": [7] * 100_000}, "failed", False),  # far more than the prompt can have
+        (lambda fields: {"tokens": [7] * 1_000_000}, "failed", False),  # far more than the prompt can have
     ],
 )
 def test_without_tokens_prompts_are_routed_as_before(answer, reason, again):
@@ -277,6 +277,13 @@ def test_long_prompts_and_tokens_are_not_asked_about():
         assert running.metric("prompts_untokenized_total", reason="long") == 1
         ask(running, chat("x" * (1 << 17)))  # which another process reads
         assert len(one[0].asked) == 1
+
+
+def test_a_template_may_add_much_to_a_short_prompt():
+    with fakes("a") as one, routing(*one, tokenize="/tokenize", tokenize_timeout_s=30.0) as running:
+        one[0].tokens_of = lambda fields: {"tokens": [100_000] * 20_000}
+        assert running.where("hi") == "a"
+        assert running.metric("prompt_tokens_total") == 20_000
 
 
 # ---- settings

@@ -28,7 +28,7 @@ _PAUSE_S: Final = 5.0  # of an instance that gave no answer in time
 _LONG_PAUSE_S: Final = 60.0  # of one that cannot tell tokens
 _UNABLE: Final = frozenset({404, 405, 501})
 _ANSWER_BYTES: Final = 12  # of a token, with its comma
-_ANSWER_BYTES_MORE: Final = 4096
+_TEMPLATE_BYTES: Final = 1 << 20  # of what a template adds, such as how to call tools
 
 
 class _NoTokensError(Exception):
@@ -105,7 +105,7 @@ class Tokenizing:
     async def _ask(self, instance: Instance, headers: Mapping[str, str], asked: bytes) -> Tokens:
         number = instance.number
         self._asked[number] = self._asked.get(number, 0) + 1
-        most = _ANSWER_BYTES * len(asked) + _ANSWER_BYTES_MORE  # a byte is a token at most
+        most = _ANSWER_BYTES * len(asked) + _TEMPLATE_BYTES  # a byte is a token at most
         try:
             status, data = await self._asker.post(instance.spec, self._path, self._key(headers), asked, most)
         except UpstreamError as error:
