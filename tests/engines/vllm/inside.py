@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 
 import numpy as np
@@ -147,3 +148,22 @@ def stall_sends(worker) -> None:
         sends._send_computed(layers)
 
     sends._send_whole = begin_only
+
+
+def process_id(worker) -> int:
+    return os.getpid()
+
+
+class EndlessCopy:
+    """A save that does not end."""
+
+    def done(self) -> bool:
+        return False
+
+    def exception(self, timeout=None):
+        raise kvpool.DeadlineExceeded("the test says so")
+
+
+def hold_saves(worker) -> None:
+    """Saves begin, and do not end."""
+    only_engine()._copy_out = lambda plan: EndlessCopy()

@@ -151,7 +151,12 @@ CASES = [
     ({"extra": {"dram": 1}}, "ArgumentError", "dram_gib"),
     ({"role": "WORKER"}, "", ""),
     ({"parallel": {"world_size": 2}}, "", ""),
-    ({"parallel": {"world_size": 2}, "extra": {"cluster": "local://none"}}, "Unsupported", "the option cluster only"),
+    ({"parallel": {"world_size": 2}, "extra": {"cluster": "local://none"}}, "", ""),
+    (
+        {"parallel": {"world_size": 2}, "extra": {"cluster": "local://none", "by_layer": True}},
+        "Unsupported",
+        "by_layer only with one worker",
+    ),
     (
         {"parallel": {"use_ubatching": True}, "extra": {"cluster": "local://none", "by_layer": True}, "role": "WORKER"},
         "Unsupported",

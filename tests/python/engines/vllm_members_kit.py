@@ -99,57 +99,8 @@ class DelayedSend:
         return self._real.stats
 
 
-class MemberEngine(Engine):
-    """An engine in a cluster."""
-
-    def __init__(self, url: str, name: str, *, by_layer: bool = False, timeout_s: float = WAIT_S, **how: Any):
-        self._url, self._name, self._timeout_s = url, name, timeout_s
-        self.by_layer = by_layer
-        self.clock = Clock()
-        super().__init__(held=False, **how)
-        self.planner = Planner(
-            self.engine,
-            BLOCK,
-            async_load=how.get("async_load", False),
-            expected=Expected(self.engine, timeout_s, self.clock),
-            outgoing=Outgoing(self.engine, name, BLOCK),
-        )
-
-    def _make(self, blocks: int, dram_blocks: int, held: bool) -> Any:
-        pool = self._new_pool(blocks, dram_blocks, held)
-        membership = Membership(pool, self._url, "both", None, {"lease": 60.0})
-        self.pool = Gate(pool)
-        self.engine = MemberPool(self.pool, blocks, membership, self._timeout_s)
-        self.engine._arrivals._clock = self.clock
-        return self.engine
-
-    def _new_pool(self, blocks: int, dram_blocks: int, held: bool) -> Any:
-        layers = [np.full((blocks, 2, BLOCK, 8), -1, np.float32) for _ in range(2)]
-        self.memories.append(layers)
-        return kvpool.Pool(
-            LAYOUT, hbm=layers, engine_allocates=True, dram_blocks=dram_blocks, huge_pages="never", audit=True,
-            name=self._name,
-        )  # fmt: skip
-
-    def _execute(self, step: StepPlan, counts: dict[str, int]) -> tuple[set[str], set[int]]:
-        self.engine.begin_step()
-        self._begin(self.engine, step)
-        for layer in range(2):
-            for request_id, count in counts.items():
-                self._compute_layer(self.requests[request_id], count, layer)
-            if self.by_layer:
-                self.engine.layer_computed(layer, step.sends)
-        self.computed_tokens += sum(counts.values())
-        for send in step.sends:
-            self.engine.send(send)
-        for save in step.saves:
-            self.engine.begin_save(save)
-        return self.engine.take_ended_loads(), self.engine.take_failed_blocks()
-
-    def _compute_layer(self, request: Request, count: int, layer: int) -> None:
-        tensor = self.memories[0][layer]
-        for at in range(request.num_computed_tokens, min(request.num_computed_tokens + count, request.num_tokens)):
-            tensor[request.blocks[at // BLOCK], :, at % BLOCK] = content(request, at) + layer
+class PrefillAndDecode(Engine):
+    """An engine that computes prompts for others, and answers theirs."""
 
     def finish(self, request: Request) -> Any:
         """What the answer says."""
@@ -180,6 +131,59 @@ class MemberEngine(Engine):
         self.check(request)
         self.finish(request)
         return more
+
+
+class MemberEngine(PrefillAndDecode):
+    """An engine in a cluster."""
+
+    def __init__(self, url: str, name: str, *, by_layer: bool = False, timeout_s: float = WAIT_S, **how: Any):
+        self._url, self._name, self._timeout_s = url, name, timeout_s
+        self.by_layer = by_layer
+        self.clock = Clock()
+        super().__init__(held=False, **how)
+        self.planner = Planner(
+            self.engine,
+            BLOCK,
+            async_load=how.get("async_load", False),
+            expected=Expected(self.engine, timeout_s, self.clock),
+            outgoing=Outgoing(self.engine, name, BLOCK),
+        )
+
+    def _make(self, blocks: int, dram_blocks: int, held: bool) -> Any:
+        pool = self._new_pool(blocks, dram_blocks, held)
+        membership = Membership(pool, self._url, "both", None, {"lease": 60.0})
+        self.pool = Gate(pool)
+        self.engine = MemberPool(self.pool, blocks, membership, self._timeout_s)
+        self.engine._arrivals._clock = self.clock
+        return self.engine
+
+    def _new_pool(self, blocks: int, dram_blocks: int, held: bool, **settings: Any) -> Any:
+        layers = [np.full((blocks, 2, BLOCK, 8), -1, np.float32) for _ in range(2)]
+        self.memories.append(layers)
+        return kvpool.Pool(
+            LAYOUT, hbm=layers, engine_allocates=True, dram_blocks=dram_blocks, huge_pages="never", audit=True,
+            name=self._name, **settings,
+        )  # fmt: skip
+
+    def _execute(self, step: StepPlan, counts: dict[str, int]) -> tuple[set[str], set[int]]:
+        self.engine.begin_step()
+        self._begin(self.engine, step)
+        for layer in range(2):
+            for request_id, count in counts.items():
+                self._compute_layer(self.requests[request_id], count, layer)
+            if self.by_layer:
+                self.engine.layer_computed(layer, step.sends)
+        self.computed_tokens += sum(counts.values())
+        for send in step.sends:
+            self.engine.send(send)
+        for save in step.saves:
+            self.engine.begin_save(save)
+        return self.engine.take_ended_loads(), self.engine.take_failed_blocks()
+
+    def _compute_layer(self, request: Request, count: int, layer: int) -> None:
+        tensor = self.memories[0][layer]
+        for at in range(request.num_computed_tokens, min(request.num_computed_tokens + count, request.num_tokens)):
+            tensor[request.blocks[at // BLOCK], :, at % BLOCK] = content(request, at) + layer
 
     def quiet(self) -> None:
         """All sends have ended, in their own time."""

@@ -37,8 +37,9 @@ from kvpool.engines.vllm.engine_pool import EnginePool  # noqa: E402
 from kvpool.engines.vllm.expected import Expected  # noqa: E402
 from kvpool.engines.vllm.figures import Figures  # noqa: E402
 from kvpool.engines.vllm.layouts import adoption_of, divided, pages_of  # noqa: E402
+from kvpool.engines.vllm.member_index import MemberIndex  # noqa: E402
 from kvpool.engines.vllm.member_pool import MemberPool  # noqa: E402
-from kvpool.engines.vllm.members import ROLES, Membership  # noqa: E402
+from kvpool.engines.vllm.members import ROLES, Membership, secret_of  # noqa: E402
 from kvpool.engines.vllm.metrics import KvpoolPromMetrics, KvpoolStats  # noqa: E402
 from kvpool.engines.vllm.options import Options  # noqa: E402
 from kvpool.engines.vllm.outgoing import Outgoing  # noqa: E402
@@ -98,12 +99,14 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         transfer = self._kv_transfer_config
-        self._options = Options.parse(transfer.kv_connector_extra_config)
+        parallel = vllm_config.parallel_config
+        self._options = Options.parse(transfer.kv_connector_extra_config).of_replica(
+            parallel.data_parallel_index, parallel.data_parallel_size
+        )
         self._engine_id: str = transfer.engine_id
         # With steps in flight ahead of their outputs, vLLM would compute on what a failed load has left.
         self._async_load = self._options.async_load or vllm_config.max_concurrent_batches > 1
         _check_supported(vllm_config)
-        parallel = vllm_config.parallel_config
         self._workers: int = parallel.world_size
         self._rank: int = parallel.rank
         self._tp: int = parallel.tensor_parallel_size
@@ -151,7 +154,10 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             engine_allocates=True,
             **self._options.settings,
         )
-        self._index = SchedulerIndex(pool)
+        if self._options.cluster:
+            self._index = MemberIndex(pool, self._join(pool), self._options.transfer_timeout_s)
+        else:
+            self._index = SchedulerIndex(pool)
         self._planned = self._planner_over(self._index)
 
     def on_new_request(self, request: Any) -> None:
@@ -197,7 +203,9 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.request_finished(request, block_ids[0] if block_ids else [])
 
     def has_pending_push_work(self) -> bool:
-        """Whether prompts are being sent: vLLM goes on with steps until that has ended, and a failure is told."""
+        """Whether prompts are being sent, or will be: vLLM goes on with steps until that has ended."""
+        if isinstance(self._index, MemberIndex):
+            return self._index.has_work
         return isinstance(self._engine, MemberPool) and self._engine.sending
 
     def take_events(self) -> Iterable[Any]:
@@ -215,23 +223,27 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         tensors = [kv_caches[name] for name in self._pages.layers]
         found = adoption_of(self._pages, tensors[0].shape, tensors[0].stride())
         device = tensors[0].device
+        settings = self._options.settings
+        if self._options.cluster and not self._one_process and (secret := secret_of(self._options.cluster)):
+            settings["secret"] = secret
         pool = Pool(
             found.layout,
             hbm=[tensor.permute(found.order) for tensor in tensors],
             block_dim=found.block_dim,
             dram_blocks=self._options.blocks(found.layout.block_bytes, self._workers),
             engine_allocates=True,
-            **self._options.settings,
+            **settings,
         )
         stream = (lambda: torch.cuda.current_stream(device)) if device.type == "cuda" else None
-        if self._options.cluster:
-            self._engine = self._member(pool, stream)
-            engine_pool.attach(self._engine_id, self._engine)
-        elif self._one_process:
-            self._engine = EnginePool(pool, self._pages.blocks, stream)
-            engine_pool.attach(self._engine_id, self._engine)
+        if not self._one_process:
+            self._engine = WorkerPool(pool, self._pages.blocks, stream, self._options.worker_listen)
         else:
-            self._engine = WorkerPool(pool, self._pages.blocks, stream)
+            if self._options.cluster:  # it must be a member before it adopts blocks
+                timeout_s = self._options.transfer_timeout_s
+                self._engine = MemberPool(pool, self._pages.blocks, self._join(pool), timeout_s, stream)
+            else:
+                self._engine = EnginePool(pool, self._pages.blocks, stream)
+            engine_pool.attach(self._engine_id, self._engine)
         _log.info("vLLM's %d blocks are on kvpool: %s", self._pages.blocks, pool)
 
     def get_handshake_metadata(self) -> Joined | None:
@@ -298,7 +310,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_kv_connector_stats(self) -> KvpoolStats | None:
         """What happened since the last call. vLLM adds up what workers say, and each copies its part of all tokens."""
         if self._index is not None:
-            figures, self._index.figures = self._index.figures, Figures()
+            figures = self._index.take_figures()
         elif self.role != KVConnectorRole.WORKER:
             return None
         else:
@@ -351,7 +363,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         transfer = self._kv_transfer_config
         consumes, produces = transfer.is_kv_consumer, transfer.is_kv_producer
         expected = outgoing = None
-        if isinstance(engine, MemberPool):
+        if isinstance(engine, MemberPool | MemberIndex):
             expected = Expected(engine, self._options.transfer_timeout_s) if consumes else None
             outgoing = Outgoing(engine, engine.name, self._pages.block_tokens) if produces else None
             consumes = produces = True  # the role says what goes to others; each has its cache
@@ -370,20 +382,18 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _will_save(self, request: Any, plan: SavePlan) -> None:
         assert self._events is not None
-        namespace = plan.namespace if self._index is None else self._index.cached_as(plan.namespace)
-        self._events.saving(request, namespace, plan)
+        self._events.saving(request, plan)
 
-    def _member(self, pool: Pool, stream: Any) -> MemberPool:
-        """The engine's pool as a member of the cluster, which must be before it adopts blocks."""
+    def _join(self, pool: Pool) -> Membership:
+        """Makes a pool a member of the cluster. It is closed if that fails."""
         options = self._options
         assert options.cluster
         try:
             role = ROLES[self._kv_transfer_config.kv_role]
-            membership = Membership(pool, options.cluster, role, options.listen, options.cluster_options, options.url)
+            return Membership(pool, options.cluster, role, options.listen, options.cluster_options, options.url)
         except BaseException:
             pool.close()
             raise
-        return MemberPool(pool, self._pages.blocks, membership, options.transfer_timeout_s, stream)
 
     def _worker(self) -> EnginePool:
         if self._engine is None:
@@ -404,10 +414,10 @@ def _check_supported(vllm_config: Any) -> None:
 
 
 def _check_members(options: Options, one_process: bool, parallel: Any) -> None:
-    if options.cluster and not one_process:
+    if options.by_layer and not one_process:
         raise Unsupported(
-            "KvpoolConnector supports the option cluster only with one worker in the scheduler's process: leave it "
-            "out, or use the executor uni, without tensor or pipeline parallelism"
+            "KvpoolConnector supports the option by_layer only with one worker in the scheduler's process: workers in "
+            "other processes send a prompt when all of them have saved it. Leave it out, or use the executor uni"
         )
     if options.by_layer and getattr(parallel, "use_ubatching", False):
         raise Unsupported("by_layer does not work with micro-batches (--enable-dbo), which write a layer in two pieces")

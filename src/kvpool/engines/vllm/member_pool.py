@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kvpool.engines.vllm.among_peers import AmongPeers
 from kvpool.engines.vllm.arrivals import Arrivals
 from kvpool.engines.vllm.engine_pool import EnginePool
 from kvpool.engines.vllm.figures import Figures
@@ -16,7 +17,7 @@ from kvpool.pool import Pool
 __all__ = ["MemberPool"]
 
 
-class MemberPool(EnginePool):
+class MemberPool(EnginePool, AmongPeers):
     """An EnginePool among its peers. Not thread-safe, either.
 
     A send reads vLLM's blocks as a save does: `await_saves_of` waits for both.
@@ -44,11 +45,6 @@ class MemberPool(EnginePool):
         self._arrivals = Arrivals(pool, 2 * timeout_s)
         self._sends = Sends(pool, self._addrs, membership.has, timeout_s, self._current_stream)
 
-    @property
-    def name(self) -> str:
-        """The engine's in the cluster."""
-        return self._membership.name
-
     # ---- the scheduler's side
 
     @property
@@ -60,34 +56,6 @@ class MemberPool(EnginePool):
     def sending(self) -> bool:
         """Whether a send is under way, or waits for a connection."""
         return self._sends.busy
-
-    def is_member(self, name: str) -> bool:
-        """Whether an engine of this name is in the cluster."""
-        return self._membership.has(name)
-
-    def arrived(self, number: str) -> bool:
-        """Whether another engine has sent the prompt of this id."""
-        return self._arrivals.came(number)
-
-    def failed(self, number: str) -> bool:
-        """Whether another engine has said that the prompt of this id does not come."""
-        return self._arrivals.failed(number)
-
-    def let_go(self, number: str) -> None:
-        """The request of this prompt needs it no more."""
-        self._arrivals.let_go(number)
-
-    def expect_sends_to(self, peer: str) -> None:
-        """There will be sends to this member."""
-        self._sends.connect(peer)
-
-    def send_failed(self, number: str) -> bool:
-        """Whether the send of this id has failed already."""
-        return self._sends.failed(number)
-
-    def forget_send(self, number: str) -> None:
-        """Nobody will ask about this id any more."""
-        self._sends.forget(number)
 
     def clear(self) -> bool:
         """As EnginePool.clear. Waits for sends, too."""

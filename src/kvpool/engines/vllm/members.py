@@ -9,7 +9,7 @@ from typing import Any, Final
 from kvpool.cluster import Cluster, Role
 from kvpool.pool import Pool
 
-__all__ = ["ROLES", "Membership"]
+__all__ = ["ROLES", "Membership", "secret_of"]
 
 ROLES: Final[Mapping[str, Role]] = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
 """By vLLM's ``kv_role``."""
@@ -63,3 +63,15 @@ class Membership:
     def close(self) -> None:
         """Leaves."""
         self._cluster.close()
+
+
+def secret_of(url: str) -> str:
+    """The secret of a local cluster, for a worker beside the pool that joins it. "": the cluster has none.
+
+    Raises:
+        Whatever `Cluster.join` raises.
+    """
+    if not url.startswith("local:"):
+        return ""
+    with Cluster.join(url) as cluster:
+        return cluster.secret

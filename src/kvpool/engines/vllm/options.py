@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvpool.errors import ArgumentError, ArgumentTypeError
@@ -27,12 +27,13 @@ class Options:
         dram_blocks: The same in blocks of vLLM; takes the place of `dram_gib`.
         async_load: Load while other requests compute, instead of before the step. The request waits for it outside the
             batch. Pays off where a load takes longer than a step.
-        name: The pool's name, in logs and errors, and in the cluster.
+        name: The pool's name, in logs and errors, and in the cluster. Data-parallel replicas add "-dp0" and so on.
         cluster: The URL of a cluster: the engine becomes a member, sends prompts to others, and gets theirs.
         cluster_options: More for `Cluster.join`, such as ``lease`` or ``tls_ca``.
-        listen: The addresses for other members, as for `Pool.attach`.
+        listen: The addresses for other members, as for `Pool.attach`. Workers in other processes listen at the host of
+            the first TCP address, at any port.
         url: Where vLLM's server answers, for routers: "http://10.0.0.1:8000", without ``/v1``.
-        by_layer: Send each layer of a prompt as soon as it is computed.
+        by_layer: Send each layer of a prompt as soon as it is computed. Not with workers in other processes.
         transfer_timeout_s: Seconds that a send may take, and for which a request waits for its prompt.
     """
 
@@ -96,6 +97,17 @@ class Options:
     def settings(self) -> dict[str, Any]:
         """Of the pools. The connection of a worker that has ended is closed at once; the lease is for silent ones."""
         return {"lease_s": _LEASE_SECONDS} | ({} if self.name is None else {"name": self.name})
+
+    @property
+    def worker_listen(self) -> str | None:
+        """Where a worker in another process listens: the interface for other hosts, any port. None: on this host."""
+        given = [self.listen] if isinstance(self.listen, str) else self.listen or []
+        hosts = [address.rpartition(":")[0] for address in given if address.startswith("tcp:")]
+        return f"{hosts[0]}:0" if hosts else None
+
+    def of_replica(self, number: int, replicas: int) -> Options:
+        """Those of one of vLLM's data-parallel replicas, which have the same options: its name says which one it is."""
+        return self if self.name is None or replicas == 1 else replace(self, name=f"{self.name}-dp{number}")
 
     def blocks(self, block_bytes: int, workers: int = 1) -> int:
         """How many blocks of DRAM a worker's pool gets.

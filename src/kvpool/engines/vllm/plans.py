@@ -76,7 +76,7 @@ class StepPlan:
         saves: After it.
         written: Blocks that it may write; None: any.
         restored: Blocks that it computes anew, after a load into them has failed.
-        sends: After it, or layer by layer during it.
+        sends: After it, or layer by layer during it. Not for workers in other processes.
         emptied: Numbers of blocks in DRAM that a save has failed to fill, and that nobody loads as such any more.
         tickets: With which the workers join the scheduler's pool, by their numbers; in the first plan.
     """
@@ -98,11 +98,13 @@ class WorkerReport:
         loads: The numbers of loads, and at how many workers they have ended, well or not.
         saves: The same of saves.
         failed: Numbers of saves that were not carried out by some worker.
+        joins: How many workers have used their tickets, well or not.
     """
 
     loads: dict[int, int] = field(default_factory=dict)
     saves: dict[int, int] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
+    joins: int = 0
 
     def add(self, other: WorkerReport) -> None:
         """Adds what has ended at other workers."""
@@ -110,10 +112,11 @@ class WorkerReport:
             for number, workers in theirs.items():
                 mine[number] = mine.get(number, 0) + workers
         self.failed |= other.failed
+        self.joins += other.joins
 
     def __bool__(self) -> bool:
         """Whether anything has ended."""
-        return bool(self.loads or self.saves)
+        return bool(self.loads or self.saves or self.joins)
 
 
 def ids(blocks: Iterable[int]) -> npt.NDArray[np.int64]:

@@ -44,8 +44,8 @@ class ReportedEvents:
             lambda parent, tokens: hash_block_tokens(hash_function, parent, tokens),
         )
 
-    def saving(self, request: Any, namespace: str, plan: SavePlan) -> None:
-        """A request's blocks will be saved, under a namespace of the pool."""
+    def saving(self, request: Any, plan: SavePlan) -> None:
+        """A request's blocks will be saved."""
         blocks = len(plan.blocks)
         if len(request.block_hashes) < blocks:
             return  # vLLM hashes in another granularity
@@ -55,7 +55,7 @@ class ReportedEvents:
             (lambda first, end: list(self._extra_keys(request, first, end))) if plan.namespace else None,
             None if lora is None else (lora.adapter_id, lora.name),
         )
-        self._events.saving(namespace, plan.tokens, described)
+        self._events.saving(plan.namespace, plan.tokens, described)
 
     def take(self) -> list[KVCacheEvent]:
         """What has happened since the last call."""

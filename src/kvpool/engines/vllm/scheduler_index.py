@@ -69,13 +69,13 @@ class SchedulerIndex:
         self._block_tokens = pool.kv_layout.block_tokens
         self._workers = parallel.ranks
         self._tickets = {rank: pool.ranks.export(rank) for rank in range(self._workers)}  # not sent yet
+        self._joining = self._workers  # that have not said whether they have joined
         self._hits: dict[str, _core.Match] = {}
         self._loads: dict[int, _Load] = {}
         self._saves: dict[int, _Save] = {}
         self._restored: set[int] = set()
         self._emptied: set[int] = set()
         self._lost = False
-        self._epoch = 0  # of the cache; what was cached in earlier ones is never found
         self._last = 0  # number
 
     # ---- what the planner asks
@@ -84,7 +84,7 @@ class SchedulerIndex:
         """As EnginePool.pin."""
         self.unpin(request_id)
         try:
-            hit = self.pool.match(tokens, self.cached_as(namespace))
+            hit = self.pool.match(tokens, namespace)
         except PeerLost as error:
             self._lose(error)
             return 0
@@ -115,15 +115,21 @@ class SchedulerIndex:
         """Drops all that is cached. What a load still needs is not found any more, and makes room later."""
         for request_id in list(self._hits):
             self.unpin(request_id)
-        self._epoch += 1
         try:
             for save in self._saves.values():
                 self.pool.forget(save.addrs)
+            for load in self._loads.values():
+                self.pool.forget(load.hit.addrs)
             while self.pool.evict(1 << 20, DRAM):
                 pass
         except PeerLost as error:
             self._lose(error)
         return True
+
+    def take_figures(self) -> Figures:
+        """What happened since the last call."""
+        taken, self.figures = self.figures, Figures()
+        return taken
 
     def close(self) -> None:
         """Closes the pool."""
@@ -145,6 +151,7 @@ class SchedulerIndex:
 
     def reported(self, report: WorkerReport) -> None:
         """Takes what has ended at workers."""
+        self._joining -= report.joins
         for number, workers in report.loads.items():
             load = self._loads.get(number)
             if load is None:
@@ -195,14 +202,13 @@ class SchedulerIndex:
 
     def _insert(self, plan: SavePlan) -> npt.NDArray[np.uint64]:
         """Caches what is not cached of a prompt, in blocks that are to be filled. Returns these."""
-        namespace = self.cached_as(plan.namespace)
-        with self.pool.match(plan.tokens, namespace) as hit:
+        with self.pool.match(plan.tokens, plan.namespace) as hit:
             missing = len(plan.blocks) - hit.tokens // self._block_tokens
             if not missing:
                 return hit.addrs[:0]
             addrs = self.pool.alloc(missing, medium=DRAM)
             cached = np.concatenate([hit.addrs, addrs])
-            with self.pool.insert(plan.tokens, cached, namespace, filled=False) as held:
+            with self.pool.insert(plan.tokens, cached, plan.namespace, filled=False) as held:
                 if len(held.duplicates):  # a peer has sent the same meanwhile
                     self.pool.free(held.duplicates)
                 return held.addrs[len(held.addrs) - held.inserted :]
@@ -216,10 +222,6 @@ class SchedulerIndex:
             self.pool.filled(save.addrs)
             if save.failed:
                 self._emptied.update(block_ids(save.addrs).tolist())
-
-    def cached_as(self, namespace: str) -> str:
-        """The pool's namespace for what has this one in vLLM; another one after each reset."""
-        return f"{self._epoch}:{namespace}" if self._epoch else namespace
 
     def _lose(self, error: PeerLost) -> None:
         if not self._lost:

@@ -1,4 +1,4 @@
-"""Sends of prompts to other engines, from vLLM's own blocks. The worker's side."""
+"""Sends of prompts to other engines, from vLLM's own blocks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvpool.errors import DeadlineExceeded, Error, PeerLost
 from kvpool.pool import Pool
 from kvpool.types import DRAM, KVLayout
 
-__all__ = ["Sends"]
+__all__ = ["Sends", "left_until"]
 
 _log = logging.getLogger("kvpool.engines.vllm")
 
@@ -242,12 +242,9 @@ class Sends:
 
     def _transfer(self, plan: SendPlan, stream: Any, until: float) -> _core.Transfer:
         """Begins, perhaps after some time for a connection."""
-        left_s = until - time.monotonic()
-        if left_s <= 0:
-            raise DeadlineExceeded(f"the connection to {plan.peer} took too long")
         return self._pool.transfer_with_insert(
             plan.peer, plan.tokens, self._addrs[plan.blocks], namespace=plan.namespace, medium=DRAM,
-            private=letter(plan.id) if plan.last else None, stream=stream, timeout=left_s,
+            private=letter(plan.id) if plan.last else None, stream=stream, timeout=left_until(until, plan.peer),
         )  # fmt: skip
 
     def _begin_layers(self, plan: SendPlan, layers: _Layers) -> None:
@@ -327,3 +324,11 @@ class Sends:
             )
         except Error as error:
             _log.debug("%s is not told of a failed send: %s", plan.peer, error)
+
+
+def left_until(until: float, peer: str) -> float:
+    """The seconds that are left for a send. Raises DeadlineExceeded if its time is over."""
+    left_s = until - time.monotonic()
+    if left_s <= 0:
+        raise DeadlineExceeded(f"the connection to {peer} took too long")
+    return left_s

@@ -34,9 +34,19 @@ class WorkerPool(EnginePool):
         damaged: Numbers of blocks of DRAM that do not hold what the scheduler believes, until another save fills them.
     """
 
-    def __init__(self, pool: Pool, blocks: int, stream: Callable[[], Any] | None = None) -> None:
-        """Takes all blocks of DRAM, too."""
+    def __init__(
+        self, pool: Pool, blocks: int, stream: Callable[[], Any] | None = None, listen: str | None = None
+    ) -> None:
+        """Takes all blocks of DRAM, too.
+
+        Args:
+            pool: As for EnginePool.
+            blocks: As for EnginePool.
+            stream: As for EnginePool.
+            listen: Where the workers of other engines reach this one, as for `RankArena.join`.
+        """
         super().__init__(pool, blocks, stream)
+        self._listen = listen
         dram = pool.alloc(pool.stats().dram.capacity, medium=DRAM)
         self._dram = np.empty_like(dram)
         self._dram[block_ids(dram)] = dram
@@ -87,9 +97,10 @@ class WorkerPool(EnginePool):
     def _join(self, ticket: str) -> None:
         """Gives the scheduler's peers access to the blocks. Without it, they are cached all the same."""
         try:
-            self._rank = RankArena.join(ticket, memory=self.pool, timeout=_JOIN_SECONDS)
+            self._rank = RankArena.join(ticket, memory=self.pool, listen=self._listen, timeout=_JOIN_SECONDS)
         except Error as error:
             _log.warning("this worker's blocks cannot be reached by other engines: %s", error)
+        self._report.joins = 1
 
     def _source(self, plan: LoadPlan) -> tuple[_core.Match | None, npt.NDArray[np.uint64]]:
         if plan.source is None:

@@ -1,0 +1,97 @@
+"""Sends of prompts from the blocks of DRAM in which workers have saved them. The scheduler's side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from kvpool import _core
+from kvpool.engines.vllm.params import letter
+from kvpool.engines.vllm.plans import SendPlan
+from kvpool.engines.vllm.sends import Sends, left_until
+from kvpool.errors import StateError
+from kvpool.pool import Pool
+from kvpool.types import DRAM
+
+__all__ = ["SavedSends"]
+
+_NO_BLOCKS: Final = np.empty(0, np.uint64)
+
+
+@dataclass
+class _Waiting:
+    plan: SendPlan
+    last_save: int  # planned before it
+    asked_about: bool = True
+
+
+class SavedSends(Sends):
+    """The sends of an engine whose workers are other processes. Not thread-safe.
+
+    A send begins when all saves that were planned before it have ended. It sends what is cached of its prompt then:
+    the receiver computes what is missing, because a save has failed or there was no room.
+    """
+
+    def __init__(self, pool: Pool, is_member: Callable[[str], bool], timeout_s: float) -> None:
+        """Of an engine.
+
+        Args:
+            pool: The scheduler's, a member of a cluster.
+            is_member: As for Sends.
+            timeout_s: As for Sends.
+        """
+        super().__init__(pool, _NO_BLOCKS, is_member, timeout_s, lambda: None)
+        self._waiting: list[_Waiting] = []
+
+    def plan(self, plan: SendPlan, last_save: int) -> None:
+        """A send that begins after the saves up to this number."""
+        self._waiting.append(_Waiting(plan, last_save))
+
+    def begin(self, first_open: float) -> None:
+        """Begins what can begin now. Does not wait.
+
+        Args:
+            first_open: The number of the first save that has not ended.
+        """
+        ready = {
+            each.plan.id: each for each in self._waiting if each.last_save < first_open
+        }  # each id's last sends all
+        self._waiting = [each for each in self._waiting if each.last_save >= first_open]
+        for each in ready.values():
+            self.send(each.plan)
+            if not each.asked_about:
+                self.forget(each.plan.id)
+
+    def drop(self) -> None:
+        """What waits for saves is not sent, and its receivers are told."""
+        for each in self._waiting:
+            if each.plan.last:
+                self._tell_failure(each.plan)
+        self._waiting.clear()
+
+    @property
+    def busy(self) -> bool:
+        """As Sends.busy; also while a send waits for saves."""
+        return bool(self._waiting) or super().busy
+
+    def forget(self, number: str) -> None:
+        """As Sends.forget."""
+        super().forget(number)
+        for each in self._waiting:
+            if each.plan.id == number:
+                each.asked_about = False
+
+    # ----
+
+    def _transfer(self, plan: SendPlan, stream: Any, until: float) -> _core.Transfer:
+        left_s = left_until(until, plan.peer)
+        with self._pool.match(plan.tokens, plan.namespace) as hit:
+            if not hit.tokens:
+                raise StateError("nothing of it was saved")
+            return self._pool.transfer_with_insert(
+                plan.peer, plan.tokens[: hit.tokens], hit.addrs, namespace=plan.namespace, medium=DRAM,
+                private=letter(plan.id) if plan.last else None, timeout=left_s,
+            )  # fmt: skip
