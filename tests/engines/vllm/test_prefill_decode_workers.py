@@ -109,6 +109,19 @@ def test_the_content_comes_from_the_other_engine(engines):
     assert same(two.ask(prompt(120, seed=20), out=16), right)
 
 
+def test_a_prompt_is_fetched_from_the_engine_that_has_it(pair):
+    owner, engine = pair
+    owner.ask(prompt(100, seed=30))
+    owner.forget()  # all is saved
+    cold = engine.ask(prompt(150, seed=30))
+    forget_all(engine)
+    pull = {"kvpool": {"pull": owner.named}}
+    fetched = engine.ask(prompt(150, seed=30), params=pull)
+    assert fetched["cached"] == 96
+    assert close(fetched, cold)
+    assert engine("metrics")["vllm:kvpool_pulled_tokens"] == 96
+
+
 def test_when_a_worker_of_the_sender_is_killed_the_prompt_is_computed(engines):
     """What it has not saved was not sent. The last test of these engines."""
     two, one = engines

@@ -207,6 +207,19 @@ def test_a_prompt_that_waits_for_saves_at_a_reset_is_not_sent_and_its_receiver_i
     assert prefill.index.clear()
 
 
+def test_engines_on_other_hosts_reach_the_workers_by_tcp(url):
+    with contextlib.ExitStack() as stack:
+        made = []
+        for name in ("prefill-0", "decode-0"):
+            made.append(WorkersEngine(url, name, listen="tcp:127.0.0.1:0"))
+            stack.callback(made[-1].close)
+        prefill, decode = made
+        assert all(rank.address.startswith("tcp:127.0.0.1:") for rank in decode.index.pool.ranks)
+        eventually(lambda: prefill.is_member("decode-0"))
+        told = prefill.prefill(Request("a", prompt(14), kv_transfer_params=TO))
+        assert decode.decode(Request("b", prompt(14), kv_transfer_params=told)) == 12
+
+
 # ---- an engine without requests
 
 

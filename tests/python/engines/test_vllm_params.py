@@ -15,6 +15,7 @@ def test_what_an_answer_tells_is_read():
     assert read(announced.told()) == Params(announced=announced)
     assert read({"kvpool": {"to": "decode-0"}, "other": 1}) == Params(to="decode-0")
     assert read({"kvpool": {**RIGHT, "to": "decode-0"}}) == Params("decode-0", announced)
+    assert read({"kvpool": {"pull": "one"}}) == Params(pull="one")
     for nothing in (None, {}, {"do_remote_decode": True}):
         assert read(nothing) == Params()
 
@@ -25,6 +26,7 @@ def test_what_an_answer_tells_is_read():
         None, 3, "decode-0", ["to"], {"to": 3}, {"to": None}, {"to": "x" * 256}, {"to": "a\nb"}, {"to": ["decode-0"]},
         {**RIGHT, "id": None}, {**RIGHT, "id": ""}, {**RIGHT, "id": "x" * 65}, {**RIGHT, "id": 7},
         {**RIGHT, "tokens": 0}, {**RIGHT, "tokens": -1}, {**RIGHT, "tokens": True}, {**RIGHT, "tokens": 1 << 31},
+        {"pull": 3}, {"pull": "x" * 256}, {"pull": ["one"], "to": "decode-0"},
         {**RIGHT, "tokens": "64"}, {**RIGHT, "tokens": 64.0}, {**RIGHT, "from": 3}, {"from": "prefill-0"},
     ],
 )  # fmt: skip

@@ -50,6 +50,8 @@ def test_options_have_defaults_and_a_size():
         ({"by_layer": True}, kvpool.ArgumentError, "by_layer is for a member of a cluster"),
         ({"cluster": "", "listen": "tcp:127.0.0.1:0"}, kvpool.ArgumentError, "listen is for a member"),
         ({"cluster": "local://a", "by_layer": "yes"}, kvpool.ArgumentTypeError, "by_layer must be true or false"),
+        ({"pull": True}, kvpool.ArgumentError, "pull is for a member of a cluster"),
+        ({"cluster": "local://a", "pull": 1}, kvpool.ArgumentTypeError, "pull must be true or false"),
         ({"cluster": "local://a", "transfer_timeout_s": 0}, kvpool.ArgumentError, "transfer_timeout_s is 0"),
         ({"cluster": "local://a", "transfer_timeout_s": "5"}, kvpool.ArgumentTypeError, "transfer_timeout_s"),
         ({"cluster": "local://a", "cluster_options": []}, kvpool.ArgumentTypeError, "cluster_options"),

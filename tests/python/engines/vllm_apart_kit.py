@@ -78,11 +78,12 @@ class ApartEngine(Engine):
     """As vllm_kit's, but the last worker's output comes with all reports, as vLLM's executor has it."""
 
     deaf: frozenset[int] = frozenset()  # workers that vLLM does not tell of the end of a step
+    _listen: str | None = None
     late = 0  # reports come so many steps later, as with several steps in flight
 
     def _make(self, blocks: int, dram_blocks: int, held: bool) -> Any:
         pools = [self._new_pool(blocks, dram_blocks, held) for _ in range(2)]
-        self.workers = [HeldWorker(pool, blocks) for pool in pools]
+        self.workers = [HeldWorker(pool, blocks, None, self._listen) for pool in pools]
         self.index = self._new_index(blocks, dram_blocks, len(pools))
         self.pool = Pools(self.index, pools)
         self.engine = self

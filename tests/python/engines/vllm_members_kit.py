@@ -18,6 +18,7 @@ from kvpool.engines.vllm.members import Membership
 from kvpool.engines.vllm.outgoing import Outgoing
 from kvpool.engines.vllm.planner import Planner
 from kvpool.engines.vllm.plans import StepPlan
+from kvpool.engines.vllm.pulls import Pulls
 
 WAIT_S = 20.0
 TO = {"kvpool": {"to": "decode-0"}}
@@ -136,7 +137,9 @@ class PrefillAndDecode(Engine):
 class MemberEngine(PrefillAndDecode):
     """An engine in a cluster."""
 
-    def __init__(self, url: str, name: str, *, by_layer: bool = False, timeout_s: float = WAIT_S, **how: Any):
+    def __init__(
+        self, url: str, name: str, *, by_layer: bool = False, pull: bool = False, timeout_s: float = WAIT_S, **how: Any
+    ):
         self._url, self._name, self._timeout_s = url, name, timeout_s
         self.by_layer = by_layer
         self.clock = Clock()
@@ -147,6 +150,7 @@ class MemberEngine(PrefillAndDecode):
             async_load=how.get("async_load", False),
             expected=Expected(self.engine, timeout_s, self.clock),
             outgoing=Outgoing(self.engine, name, BLOCK),
+            pulls=Pulls(self.engine, timeout_s, pull, self.clock),
         )
 
     def _make(self, blocks: int, dram_blocks: int, held: bool) -> Any:

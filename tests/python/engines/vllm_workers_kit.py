@@ -17,6 +17,7 @@ from kvpool.engines.vllm.member_index import MemberIndex
 from kvpool.engines.vllm.members import Membership, secret_of
 from kvpool.engines.vllm.outgoing import Outgoing
 from kvpool.engines.vllm.planner import Planner
+from kvpool.engines.vllm.pulls import Pulls
 from kvpool.engines.vllm.scheduler_index import SchedulerIndex
 
 HEADS = LAYOUT.kv_heads  # of each worker
@@ -28,13 +29,22 @@ class WorkersEngine(PrefillAndDecode, ApartEngine):
 
     index: MemberIndex
 
-    def __init__(self, url: str, name: str, *, joined: bool = True, timeout_s: float = WAIT_S, **how: Any):
-        self._url, self.name, self._timeout_s = url, name, timeout_s
+    def __init__(
+        self,
+        url: str,
+        name: str,
+        *,
+        joined: bool = True,
+        listen: str | None = None,
+        timeout_s: float = WAIT_S,
+        **how: Any,
+    ):
+        self._url, self.name, self._listen, self._timeout_s = url, name, listen, timeout_s
         self.clock = Clock()
         super().__init__(**how)
         self.planner = Planner(
             self.index, BLOCK, expected=Expected(self.index, timeout_s, self.clock),
-            outgoing=Outgoing(self.index, name, BLOCK),
+            outgoing=Outgoing(self.index, name, BLOCK), pulls=Pulls(self.index, timeout_s, False, self.clock),
         )  # fmt: skip
         if joined:
             self.advance()
@@ -60,7 +70,7 @@ class WorkersEngine(PrefillAndDecode, ApartEngine):
 
     def _new_index(self, blocks: int, dram_blocks: int, workers: int) -> SchedulerIndex:
         pool = scheduler_pool(blocks, dram_blocks, workers, name=self.name)
-        index = MemberIndex(pool, Membership(pool, self._url, "both", None, {"lease": 60.0}), self._timeout_s)
+        index = MemberIndex(pool, Membership(pool, self._url, "both", self._listen, {"lease": 60.0}), self._timeout_s)
         index._arrivals._clock = self.clock
         return index
 

@@ -10,7 +10,7 @@ __all__ = ["AmongPeers"]
 
 
 class AmongPeers:
-    """A part of the pool of an engine that is a member: a `Source` of prompts, and a `Target` of them."""
+    """A part of the pool of an engine that is a member: a `Source` of prompts, a `Target` of them, and a `Peer`."""
 
     _membership: Membership
     _arrivals: Arrivals
@@ -24,6 +24,10 @@ class AmongPeers:
     def is_member(self, name: str) -> bool:
         """Whether an engine of this name is in the cluster."""
         return self._membership.has(name)
+
+    def others(self) -> list[str]:
+        """The names of the other engines in the cluster."""
+        return self._membership.others()
 
     def arrived(self, number: str) -> bool:
         """Whether another engine has sent the prompt of this id."""

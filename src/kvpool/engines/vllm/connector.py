@@ -45,6 +45,7 @@ from kvpool.engines.vllm.options import Options  # noqa: E402
 from kvpool.engines.vllm.outgoing import Outgoing  # noqa: E402
 from kvpool.engines.vllm.planner import Planner  # noqa: E402
 from kvpool.engines.vllm.plans import SavePlan, StepPlan, WorkerReport  # noqa: E402
+from kvpool.engines.vllm.pulls import Pulls  # noqa: E402
 from kvpool.engines.vllm.reported_events import ReportedEvents, wanted  # noqa: E402
 from kvpool.engines.vllm.scheduler_index import SchedulerIndex  # noqa: E402
 from kvpool.engines.vllm.worker_pool import WorkerPool  # noqa: E402
@@ -362,10 +363,11 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _planner_over(self, engine: EnginePool | SchedulerIndex) -> Planner:
         transfer = self._kv_transfer_config
         consumes, produces = transfer.is_kv_consumer, transfer.is_kv_producer
-        expected = outgoing = None
+        expected = outgoing = pulls = None
         if isinstance(engine, MemberPool | MemberIndex):
             expected = Expected(engine, self._options.transfer_timeout_s) if consumes else None
             outgoing = Outgoing(engine, engine.name, self._pages.block_tokens) if produces else None
+            pulls = Pulls(engine, self._options.transfer_timeout_s, self._options.pull)
             consumes = produces = True  # the role says what goes to others; each has its cache
         if wanted(self._vllm_config):
             self._events = ReportedEvents(self._vllm_config, engine.pool)
@@ -377,6 +379,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             async_load=self._async_load,
             expected=expected,
             outgoing=outgoing,
+            pulls=pulls,
             on_save=None if self._events is None else self._will_save,
         )
 

@@ -22,6 +22,10 @@ FIGURES: dict[str, str] = {
     "prompt_waits": "Requests whose prompt was announced by another engine",
     "prompt_wait_seconds": "Seconds that these waited for it",
     "expired_waits": "Of these, requests that did not get it in time, and computed it",
+    "pulls": "Prompts of which a part was fetched from another engine",
+    "pulled_tokens": "Tokens fetched from other engines",
+    "pull_wait_seconds": "Seconds that requests waited for answers of other engines, and for fetches",
+    "failed_pulls": "Prompts that could not be fetched; they were computed",
 }
 
 

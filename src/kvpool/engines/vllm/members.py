@@ -60,6 +60,10 @@ class Membership:
         """Whether another member of this name is up, as far as is known."""
         return name != self.name and any(member.name == name for member in self._cluster.members())
 
+    def others(self) -> list[str]:
+        """The names of the other members that are up, as far as is known."""
+        return [member.name for member in self._cluster.members() if member.name != self.name]
+
     def close(self) -> None:
         """Leaves."""
         self._cluster.close()

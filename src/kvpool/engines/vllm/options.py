@@ -12,7 +12,7 @@ __all__ = ["GIB", "Options"]
 
 GIB = 1 << 30
 _OF_CLUSTERS = ("lease", "heartbeat", "timeout", "tls_ca", "tls_cert", "tls_key", "user")
-_OF_MEMBERS = ("cluster_options", "listen", "url", "by_layer", "transfer_timeout_s")
+_OF_MEMBERS = ("cluster_options", "listen", "url", "by_layer", "pull", "transfer_timeout_s")
 
 # vLLM itself notices workers that hang. One that gets no CPU for a while is to keep its part of the cache.
 _LEASE_SECONDS = 60.0
@@ -34,6 +34,7 @@ class Options:
             the first TCP address, at any port.
         url: Where vLLM's server answers, for routers: "http://10.0.0.1:8000", without ``/v1``.
         by_layer: Send each layer of a prompt as soon as it is computed. Not with workers in other processes.
+        pull: Ask all other members for each prompt, and fetch what one of them has and this engine has not.
         transfer_timeout_s: Seconds that a send may take, and for which a request waits for its prompt.
     """
 
@@ -46,6 +47,7 @@ class Options:
     listen: str | list[str] | None = None
     url: str = ""
     by_layer: bool = False
+    pull: bool = False
     transfer_timeout_s: float = 5.0
 
     @classmethod
@@ -71,7 +73,7 @@ class Options:
         if options.dram_blocks is not None:
             _check("dram_blocks", options.dram_blocks, (int,))
         _check("transfer_timeout_s", options.transfer_timeout_s, (int, float))
-        for name in ("async_load", "by_layer"):
+        for name in ("async_load", "by_layer", "pull"):
             if not isinstance(getattr(options, name), bool):
                 raise ArgumentTypeError(f"kv_connector_extra_config: {name} must be true or false")
         for name in ("name", "cluster", "url"):

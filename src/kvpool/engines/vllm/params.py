@@ -49,10 +49,12 @@ class Params:
     Attributes:
         to: Send the prompt to this member. "": to nobody.
         announced: The prompt comes from another engine. None: it does not.
+        pull: Fetch what this member has of the prompt. "": the request does not say.
     """
 
     to: str = ""
     announced: Announced | None = None
+    pull: str = ""
 
 
 def read(given: object) -> Params:
@@ -62,15 +64,15 @@ def read(given: object) -> Params:
     fields = given[KEY]
     if not isinstance(fields, Mapping):
         return _ignored(fields)
-    to, peer = fields.get("to", ""), fields.get("from", "")
-    if not (_is_text(to, _NAME_MAX) and _is_text(peer, _NAME_MAX)):
+    to, peer, pull = (fields.get(name, "") for name in ("to", "from", "pull"))
+    if not all(_is_text(name, _NAME_MAX) for name in (to, peer, pull)):
         return _ignored(fields)
     if not peer:
-        return Params(to=to)
+        return Params(to=to, pull=pull)
     number, tokens = fields.get("id"), fields.get("tokens")
     if not _is_text(number, _ID_MAX) or not number or type(tokens) is not int or not 0 < tokens < _TOKENS_MAX:
         return _ignored(fields)
-    return Params(to, Announced(peer, str(number), tokens))
+    return Params(to, Announced(peer, str(number), tokens), pull)
 
 
 def letter(number: str, complete: bool = True) -> bytes:

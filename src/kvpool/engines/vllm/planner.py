@@ -14,6 +14,7 @@ from kvpool.engines.vllm.expected import Expected
 from kvpool.engines.vllm.outgoing import Outgoing
 from kvpool.engines.vllm.params import read
 from kvpool.engines.vllm.plans import LoadPlan, SavePlan, StepPlan, ids
+from kvpool.engines.vllm.pulls import Pulls
 from kvpool.engines.vllm.requests import Tracked, cacheable, namespace_of
 from kvpool.engines.vllm.scheduler_index import SchedulerIndex
 
@@ -33,6 +34,7 @@ class Planner:
         async_load: Loads are carried out beside steps.
         expected: Requests wait here for the prompts of other engines. None: none does.
         outgoing: Prompts are sent from here to other engines. None: none is.
+        pulls: Prompts are fetched from other engines. None: none is.
         on_save: Called with a request of vLLM and each plan of a save.
     """
 
@@ -46,10 +48,11 @@ class Planner:
         async_load: bool = False,
         expected: Expected | None = None,
         outgoing: Outgoing | None = None,
+        pulls: Pulls | None = None,
         on_save: Callable[[Any, SavePlan], None] | None = None,
     ) -> None:
         self._engine = engine
-        self._expected, self._outgoing = expected, outgoing
+        self._expected, self._outgoing, self._pulls = expected, outgoing, pulls
         self._on_save = on_save
         self._block_tokens = block_tokens
         self._reads, self._writes = loads, saves
@@ -78,8 +81,8 @@ class Planner:
     def match(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """How many tokens are cached beyond the `computed` first, and whether they are loaded beside steps.
 
-        None: it should be asked again later, because another engine is sending the prompt. The hit stays pinned until
-        the step is planned. At least one token is left to compute.
+        None: it should be asked again later, because the prompt comes from another engine, or may. The hit stays pinned
+        until the step is planned. At least one token is left to compute.
         """
         tracked = self._tracked.get(request.request_id) or self.add(request)
         tracked.planned, tracked.local = 0, computed
@@ -95,6 +98,9 @@ class Planner:
             if self._expected.must_wait(request.request_id, max(found, computed), wanted):
                 self._engine.unpin(request.request_id)
                 return None, False
+        if self._pulls is not None and self._pulls.must_wait(request.request_id, tokens, max(found, computed)):
+            self._engine.unpin(request.request_id)
+            return None, False
         tracked.planned = found // self._block_tokens
         if found <= computed:
             self._engine.unpin(request.request_id)
@@ -188,6 +194,8 @@ class Planner:
             tracked.planned = 0
         if self._outgoing is not None:
             self._outgoing.drop_computed()
+        if self._pulls is not None:
+            self._pulls.cancel()
         self._offered.clear()
         return self._engine.clear()
 
@@ -197,12 +205,19 @@ class Planner:
         """What the request says about other engines."""
         request = tracked.request
         params = read(request.kv_transfer_params)
-        if (params.announced is not None and self._expected is None) or (params.to and self._outgoing is None):
+        missing = (
+            (params.announced is not None and self._expected is None)
+            or (params.to and self._outgoing is None)
+            or (params.pull and self._pulls is None)
+        )
+        if missing:
             _log.warning(
                 "kv_transfer_params of a request are ignored: this engine is in no cluster, or has another role"
             )
         if self._expected is not None and params.announced is not None and tracked.readable:
             self._expected.add(request.request_id, params.announced)
+        elif self._pulls is not None and tracked.readable:
+            self._pulls.add(request.request_id, tracked.namespace, params.pull)
         if self._outgoing is not None and params.to:
             self._outgoing.add(tracked, params.to)
 
@@ -210,6 +225,8 @@ class Planner:
         """The request waits for no other engine any more."""
         if self._expected is not None:
             self._expected.finish(request_id)
+        if self._pulls is not None:
+            self._pulls.finish(request_id)
 
     def _release_offers(self) -> None:
         """VLLM had no room for these, and asks again."""
