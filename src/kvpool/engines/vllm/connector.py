@@ -48,8 +48,9 @@ from kvpool.engines.vllm.plans import SavePlan, StepPlan, WorkerReport  # noqa: 
 from kvpool.engines.vllm.pulls import Pulls  # noqa: E402
 from kvpool.engines.vllm.reported_events import ReportedEvents, wanted  # noqa: E402
 from kvpool.engines.vllm.scheduler_index import SchedulerIndex  # noqa: E402
+from kvpool.engines.vllm.supported import check_by_layer, check_supported  # noqa: E402
 from kvpool.engines.vllm.worker_pool import WorkerPool  # noqa: E402
-from kvpool.errors import StateError, Unsupported  # noqa: E402
+from kvpool.errors import StateError  # noqa: E402
 from kvpool.pool import Pool  # noqa: E402
 from kvpool.types import KVLayout  # noqa: E402
 
@@ -107,12 +108,12 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._engine_id: str = transfer.engine_id
         # With steps in flight ahead of their outputs, vLLM would compute on what a failed load has left.
         self._async_load = self._options.async_load or vllm_config.max_concurrent_batches > 1
-        _check_supported(vllm_config)
+        check_supported(vllm_config)
         self._workers: int = parallel.world_size
         self._rank: int = parallel.rank
         self._tp: int = parallel.tensor_parallel_size
         self._one_process = parallel.world_size == 1 and issubclass(Executor.get_class(vllm_config), UniProcExecutor)
-        _check_members(self._options, self._one_process, parallel)
+        check_by_layer(self._options, self._one_process, parallel)
         self._pages = pages_of(kv_cache_config)
         self._layer_of = {name: layer for layer, name in enumerate(self._pages.layers)}
         self._engine: EnginePool | None = None
@@ -406,21 +407,3 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _step(self) -> StepPlan:
         plan: StepPlan = self._get_connector_metadata().plan
         return plan
-
-
-def _check_supported(vllm_config: Any) -> None:
-    parallel = vllm_config.parallel_config
-    if parallel.prefill_context_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
-        raise Unsupported("KvpoolConnector does not support context parallelism: workers would hold parts of tokens")
-    if vllm_config.model_config.enable_sleep_mode:
-        raise Unsupported("KvpoolConnector does not support sleep mode: vLLM would unmap blocks that the pool reads")
-
-
-def _check_members(options: Options, one_process: bool, parallel: Any) -> None:
-    if options.by_layer and not one_process:
-        raise Unsupported(
-            "KvpoolConnector supports the option by_layer only with one worker in the scheduler's process: workers in "
-            "other processes send a prompt when all of them have saved it. Leave it out, or use the executor uni"
-        )
-    if options.by_layer and getattr(parallel, "use_ubatching", False):
-        raise Unsupported("by_layer does not work with micro-batches (--enable-dbo), which write a layer in two pieces")

@@ -1,0 +1,38 @@
+"""What of vLLM's configurations the connector refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvpool.engines.vllm.options import Options
+from kvpool.errors import Unsupported
+
+__all__ = ["check_by_layer", "check_supported"]
+
+
+def check_supported(vllm_config: Any) -> None:
+    """Raises Unsupported for what no option changes."""
+    parallel = vllm_config.parallel_config
+    if parallel.prefill_context_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
+        raise Unsupported("KvpoolConnector does not support context parallelism: workers would hold parts of tokens")
+    if vllm_config.model_config.enable_sleep_mode:
+        raise Unsupported("KvpoolConnector does not support sleep mode: vLLM would unmap blocks that the pool reads")
+
+
+def check_by_layer(options: Options, one_process: bool, parallel: Any) -> None:
+    """Raises Unsupported where layers cannot be sent one by one, and the options ask for it.
+
+    Args:
+        options: The user's.
+        one_process: The one worker is in the scheduler's process.
+        parallel: vLLM's.
+    """
+    if not options.by_layer:
+        return
+    if not one_process:
+        raise Unsupported(
+            "KvpoolConnector supports the option by_layer only with one worker in the scheduler's process: workers in "
+            "other processes send a prompt when all of them have saved it. Leave it out, or use the executor uni"
+        )
+    if getattr(parallel, "use_ubatching", False):
+        raise Unsupported("by_layer does not work with micro-batches (--enable-dbo), which write a layer in two pieces")
