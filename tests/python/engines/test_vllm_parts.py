@@ -83,9 +83,9 @@ def test_workers_listen_where_their_scheduler_does_at_any_port(listen, workers):
 
 
 def test_replicas_have_names_of_their_own():
-    assert Options(name="decode-0").of_replica(1, 2).name == "decode-0-dp1"
-    assert Options(name="decode-0").of_replica(0, 1).name == "decode-0"
-    assert Options().of_replica(1, 2).name is None  # the cluster makes one up
+    assert Options(name="decode-0").of_engine("5b0c7e1f_dp12").name == "decode-0-dp12"
+    assert Options(name="decode-0").of_engine("5b0c7e1f").name == "decode-0"
+    assert Options().of_engine("5b0c7e1f_dp0").name is None  # the cluster makes one up
 
 
 def test_the_release_that_is_tested_is_stated_alike():

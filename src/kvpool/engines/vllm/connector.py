@@ -102,10 +102,8 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         transfer = self._kv_transfer_config
         parallel = vllm_config.parallel_config
-        self._options = Options.parse(transfer.kv_connector_extra_config).of_replica(
-            parallel.data_parallel_index, parallel.data_parallel_size
-        )
         self._engine_id: str = transfer.engine_id
+        self._options = Options.parse(transfer.kv_connector_extra_config).of_engine(self._engine_id)
         # With steps in flight ahead of their outputs, vLLM would compute on what a failed load has left.
         self._async_load = self._options.async_load or vllm_config.max_concurrent_batches > 1
         check_supported(vllm_config)

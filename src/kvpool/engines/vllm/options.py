@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,6 +12,7 @@ from kvpool.errors import ArgumentError, ArgumentTypeError
 __all__ = ["GIB", "Options"]
 
 GIB = 1 << 30
+_REPLICA = re.compile(r"_dp(\d+)\Z")
 _OF_CLUSTERS = ("lease", "heartbeat", "timeout", "tls_ca", "tls_cert", "tls_key", "user")
 _OF_MEMBERS = ("cluster_options", "listen", "url", "by_layer", "pull", "transfer_timeout_s")
 
@@ -107,9 +109,14 @@ class Options:
         hosts = [address.rpartition(":")[0] for address in given if address.startswith("tcp:")]
         return f"{hosts[0]}:0" if hosts else None
 
-    def of_replica(self, number: int, replicas: int) -> Options:
-        """Those of one of vLLM's data-parallel replicas, which have the same options: its name says which one it is."""
-        return self if self.name is None or replicas == 1 else replace(self, name=f"{self.name}-dp{number}")
+    def of_engine(self, engine_id: str) -> Options:
+        """Those of one of vLLM's engines. Data-parallel replicas have the same: then the name says which one it is.
+
+        Args:
+            engine_id: vLLM's. Only this tells replicas apart: those of a dense model hear nothing of each other.
+        """
+        replica = _REPLICA.search(engine_id)
+        return self if self.name is None or replica is None else replace(self, name=f"{self.name}-dp{replica[1]}")
 
     def blocks(self, block_bytes: int, workers: int = 1) -> int:
         """How many blocks of DRAM a worker's pool gets.
