@@ -10,7 +10,7 @@ import pytest
 from attach_kit import eventually
 from engines.vllm_kit import Request, prompt
 from engines.vllm_members_kit import TO
-from engines.vllm_workers_kit import OneWorker, WorkersEngine
+from engines.vllm_workers_kit import OneApart, OneWorker, WorkersEngine
 
 import kvpool
 
@@ -18,6 +18,7 @@ SHAPES = {
     "two to one": (WorkersEngine, OneWorker),
     "one to two": (OneWorker, WorkersEngine),
     "two to two": (WorkersEngine, WorkersEngine),
+    "one apart to one apart": (OneApart, OneApart),
 }
 
 

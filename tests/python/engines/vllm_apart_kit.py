@@ -78,11 +78,12 @@ class ApartEngine(Engine):
     """As vllm_kit's, but the last worker's output comes with all reports, as vLLM's executor has it."""
 
     deaf: frozenset[int] = frozenset()  # workers that vLLM does not tell of the end of a step
+    count = 2  # of workers
     _listen: str | None = None
     late = 0  # reports come so many steps later, as with several steps in flight
 
     def _make(self, blocks: int, dram_blocks: int, held: bool) -> Any:
-        pools = [self._new_pool(blocks, dram_blocks, held) for _ in range(2)]
+        pools = [self._new_pool(blocks, dram_blocks, held) for _ in range(self.count)]
         self.workers = [HeldWorker(pool, blocks, None, self._listen) for pool in pools]
         self.index = self._new_index(blocks, dram_blocks, len(pools))
         self.pool = Pools(self.index, pools)
@@ -119,9 +120,10 @@ class ApartEngine(Engine):
         return ended, failed
 
     def take_figures(self) -> Figures:
-        """Of the first worker; of the other only failures."""
-        figures, other = (worker.take_figures() for worker in self.workers)
-        figures.merge({name: value for name, value in other.items() if name.startswith("failed")})
+        """Of the first worker; of the others only failures."""
+        figures, *others = (worker.take_figures() for worker in self.workers)
+        for other in others:
+            figures.merge({name: value for name, value in other.items() if name.startswith("failed")})
         figures.merge(self.index.take_figures())
         return figures
 

@@ -78,6 +78,12 @@ class WorkersEngine(PrefillAndDecode, ApartEngine):
         return super()._new_pool(blocks, dram_blocks, held, secret=secret_of(self._url))
 
 
+class OneApart(WorkersEngine):
+    """With one worker in another process, whose blocks are smaller."""
+
+    count = 1
+
+
 class OneWorker(MemberEngine):
     """An engine in a cluster whose worker has all heads. What is computed is as if it had two."""
 
