@@ -96,6 +96,14 @@ def test_an_engine_that_is_gone_costs_nothing(url):
         assert engine.figures()["failed_pulls"] == 1
 
 
+def test_a_prompt_that_another_engine_sends_is_not_fetched(url):
+    with engines(url, "one", "two", pull=True) as (_, engine):
+        told = {"kvpool": {"from": "one", "id": "never", "tokens": 12, "pull": "one"}}
+        waiting = engine.start(Request("c", prompt(14), kv_transfer_params=told))
+        assert engine.planner.match(waiting, 0) == (None, False)
+        assert engine.planner._pulls._pulls == {}
+
+
 def test_an_engine_alone_ignores_it(caplog):
     engine = Engine()
     engine.run(Request("a", prompt(14), kv_transfer_params=FROM))
