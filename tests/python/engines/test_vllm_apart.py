@@ -138,10 +138,13 @@ def test_a_hit_is_pinned_until_all_workers_have_loaded_it(make_index):
     index.reported(WorkerReport(loads={load.number: 1, 99: 1}, saves={save.number: 1}))  # nothing is known of them
 
 
-def test_what_a_load_still_needs_is_not_found_after_a_reset(make_index):
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_what_a_load_still_needs_is_not_found_after_a_reset(make_index, is_saved):
     """vLLM's weights may be others by then."""
     index = make_index(4, workers=1)
     (save,) = saved_in(index, list(range(8)))
+    if is_saved:
+        index.reported(WorkerReport(saves={save.number: 1}))
     tokens = np.arange(8, dtype=np.int32)
     index.pin("b", tokens, "")
     (load,) = index.addressed(StepPlan(loads=[LoadPlan("b", 0, np.array([7, 8]))])).loads

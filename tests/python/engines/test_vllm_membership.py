@@ -18,6 +18,7 @@ def test_a_member_is_known_by_name_and_role_until_it_leaves(url):
         eventually(lambda: first.has("b"))
         assert second.has("a")  # it was there before
         assert not first.has("a")  # nobody sends to itself
+        assert first.others() == ["b"]
         with kvpool.Cluster.join(url) as observer:
             assert {member.name: member.role for member in observer.members()} == {"a": "prefill", "b": "decode"}
             second.close()

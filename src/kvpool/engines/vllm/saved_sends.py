@@ -50,15 +50,14 @@ class SavedSends(Sends):
         """A send that begins after the saves up to this number."""
         self._waiting.append(_Waiting(plan, last_save))
 
-    def begin(self, first_open: float) -> None:
+    def begin(self, first_open: int) -> None:
         """Begins what can begin now. Does not wait.
 
         Args:
             first_open: The number of the first save that has not ended.
         """
-        ready = {
-            each.plan.id: each for each in self._waiting if each.last_save < first_open
-        }  # each id's last sends all
+        # The last one of each prompt sends all that the others would.
+        ready = {each.plan.id: each for each in self._waiting if each.last_save < first_open}
         self._waiting = [each for each in self._waiting if each.last_save >= first_open]
         for each in ready.values():
             self.send(each.plan)
