@@ -145,11 +145,13 @@ docs: $(DONE)/module-tests $(DONE)/package-dev ## API reference in build/docs
 
 # In this order, so that what fails fast fails first. The first that fails is the last; under KVPOOL_CI all of them run.
 # Without a sanitizer only those C++ tests run that it leaves out: AddressSanitizer's build runs all others.
-TEST_STEPS := set-up style types cpp-plain python-and-builds asan tsan test-engines
+TEST_STEPS := set-up style types cpp-plain python-and-builds asan tsan
+# What continuous integration runs besides. It installs inference engines: gigabytes, and minutes.
+CI_STEPS := test-engines
 
 .PHONY: test
-test: ## all tests, sanitizers, lint and types
-	@$(MAKE) --no-print-directory steps STEPS="$(TEST_STEPS)"
+test: ## all tests but those with inference engines, sanitizers, lint and types
+	@$(MAKE) --no-print-directory steps STEPS="$(TEST_STEPS) $(if $(KVPOOL_CI),$(CI_STEPS))"
 	@$(BIN)/python .ci/summary.py $(REPORTS)
 
 # Hours: what takes long and what AddressSanitizer has seen before. Whether the tests catch the bugs that are planted, the

@@ -12,7 +12,7 @@ from ci_kit import ROOT, makefile, recipe_of, script_of
 
 
 def test_each_step_is_a_target():
-    for step in (*makefile("TEST_STEPS").split(), *makefile("LONG_STEPS").split()):
+    for step in (step for steps in ("TEST_STEPS", "CI_STEPS", "LONG_STEPS") for step in makefile(steps).split()):
         recipe_of(step)
 
 
@@ -24,8 +24,11 @@ def test_make_test_builds_the_cpp_tests_for_the_two_sanitizers_alone():
     assert "KVPOOL_ONLY_THREADS" not in makefile("SANITIZER_asan")  # it runs all
 
 
-def test_make_test_runs_the_engines_in_their_own_environment():
-    assert makefile("TEST_STEPS").split()[-1] == "test-engines"
+def test_continuous_integration_runs_the_engines_in_their_own_environments():
+    assert makefile("CI_STEPS") == "test-engines"
+    assert "test-engines" not in makefile("TEST_STEPS"), "nobody who runs `make test` wants gigabytes of engines"
+    assert 'STEPS="$(TEST_STEPS) $(if $(KVPOOL_CI),$(CI_STEPS))"' in recipe_of("test")
+    assert "export KVPOOL_CI=1" in (ROOT / ".ci" / "run").read_text()
     recipe = recipe_of("test-engines")
     others = "--ignore tests/engines/transformers --ignore $(SGLANG_TESTS)"
     assert f"pytest -q tests/engines {others} --junitxml=$(REPORTS)/engines.xml" in recipe
