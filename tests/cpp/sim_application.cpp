@@ -7,7 +7,6 @@ namespace {
 
 constexpr std::int64_t kMs = 1'000'000;
 constexpr std::int64_t kActNs = 4 * kMs;  // at most, from one act to the next
-constexpr std::size_t kJobsMax = 10;
 
 }  // namespace
 

@@ -9,7 +9,6 @@ namespace {
 
 constexpr std::int64_t kMs = 1'000'000;
 constexpr std::size_t kMatchesMax = 4;  // of one application
-constexpr std::size_t kJobsMax = 10;
 
 }  // namespace
 

@@ -115,6 +115,7 @@ class SimWorld {
   static constexpr std::uint32_t kLayers = 2;
   static constexpr Token kPrompts = 10;
   static constexpr std::size_t kPromptPages = 8;
+  static constexpr std::size_t kJobsMax = 10;  // of one member
 
   // sim_world.cpp: processes, links, fate
   Member& start_process(std::uint32_t place);

@@ -28,6 +28,10 @@ double AwaitedTransfer::elapsed_us() const noexcept {
 void AwaitedTransfer::finish_waiting(TransferKind kind, std::uint64_t bytes, std::optional<Error> error) noexcept {
   SessionHost& host = session_->host();
   host.tally().ended(kind, error, bytes, host.now_ns() - started_ns_);
+  finish_uncounted(std::move(error));
+}
+
+void AwaitedTransfer::finish_uncounted(std::optional<Error> error) noexcept {
   const auto link = session_->link();
   completion_.finish(std::move(error));
   if (link != nullptr) link->wake();  // a thread that drives the link looks whether this is done

@@ -39,6 +39,8 @@ class AwaitedTransfer : public Transfer, public PendingAnswer, public std::enabl
   double elapsed_us() const noexcept;
   // The last step of a transfer, which has moved `bytes`. Called without locks.
   void finish_waiting(TransferKind kind, std::uint64_t bytes, std::optional<Error> error) noexcept;
+  // The same of a transfer that another has counted.
+  void finish_uncounted(std::optional<Error> error) noexcept;
   [[noreturn]] static void throw_not_streamed();
 
   const std::shared_ptr<Session> session_;

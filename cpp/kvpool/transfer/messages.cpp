@@ -51,6 +51,13 @@ std::vector<Token> read_tokens(WireReader& in) { return in.array<Token>(kTokenBy
 
 }  // namespace
 
+void check_prompt(std::size_t tokens, std::string_view name_space, std::string_view call) {
+  constexpr std::size_t kTokensMax = kTokenBytesMax / sizeof(Token);
+  if (tokens <= kTokensMax && name_space.size() <= kNamespaceBytesMax) return;
+  throw Error(ErrorCode::kArgument, "too many tokens, or too long a namespace, for one " + std::string(call),
+              {{"tokens", static_cast<std::int64_t>(tokens)}, {"maximum", static_cast<std::int64_t>(kTokensMax)}});
+}
+
 Bytes write_body(const LendBody& body) {
   Bytes out;
   WireWriter(out)

@@ -74,6 +74,8 @@ inline constexpr std::size_t kErrorFieldsMax = 16;
 inline constexpr std::size_t kErrorNameMax = 64;
 inline constexpr std::size_t kErrorBytesMax = 1 + (4 + kErrorTextMax) + 1 + kErrorFieldsMax * (4 + kErrorNameMax + 8);
 
+// Throws kArgument if a call cannot hold such a prompt. `call`: what it is for, in the error's text.
+void check_prompt(std::size_t tokens, std::string_view name_space, std::string_view call);
 Bytes write_body(const LendBody& body);
 Bytes write_body(const ReserveBody& body);
 Bytes write_body(const ReservedBody& body);

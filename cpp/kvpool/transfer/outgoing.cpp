@@ -84,11 +84,7 @@ void Outgoing::check_request() const {
          {{"needed", static_cast<std::int64_t>(request_.from.size() * page)},
           {"given", static_cast<std::int64_t>(request_.tokens.size())}});
   }
-  if (request_.tokens.size() * sizeof(Token) > kTokenBytesMax || request_.name_space.size() > kNamespaceBytesMax) {
-    fail("too many tokens, or too long a namespace, for one transfer",
-         {{"tokens", static_cast<std::int64_t>(request_.tokens.size())},
-          {"maximum", static_cast<std::int64_t>(kTokenBytesMax / sizeof(Token))}});
-  }
+  check_prompt(request_.tokens.size(), request_.name_space, "transfer");
 }
 
 // No blocks: the application gets the private bytes alone.

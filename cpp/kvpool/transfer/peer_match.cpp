@@ -24,11 +24,7 @@ PeerMatch::PeerMatch(const MatchRequest& request, std::size_t block_tokens)
       pages_(request.tokens.size() / block_tokens),
       made_in_(fork_generation()) {
   const std::span<const Token> tokens = request.tokens.first(pages_ * block_tokens);
-  if (tokens.size_bytes() > kTokenBytesMax || request.name_space.size() > kNamespaceBytesMax) {
-    throw Error(ErrorCode::kArgument, "too many tokens, or too long a namespace, for one match at a peer",
-                {{"tokens", static_cast<std::int64_t>(tokens.size())},
-                 {"maximum", static_cast<std::int64_t>(kTokenBytesMax / sizeof(Token))}});
-  }
+  check_prompt(tokens.size(), request.name_space, "match at a peer");
   message_ = write_body(MatchBody{milliseconds(request.hold_ns), tokens, request.name_space});
 }
 

@@ -13,14 +13,6 @@ namespace {
 
 constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
 
-void check_request(const PromptFetchRequest& request) {
-  if (request.tokens.size() * sizeof(Token) <= kTokenBytesMax && request.name_space.size() <= kNamespaceBytesMax)
-    return;
-  throw Error(ErrorCode::kArgument, "too many tokens, or too long a namespace, for one fetch",
-              {{"tokens", static_cast<std::int64_t>(request.tokens.size())},
-               {"maximum", static_cast<std::int64_t>(kTokenBytesMax / sizeof(Token))}});
-}
-
 }  // namespace
 
 PromptFetch::PromptFetch(std::shared_ptr<Session> session, std::uint64_t id, PromptFetchRequest&& request)
@@ -29,7 +21,7 @@ PromptFetch::PromptFetch(std::shared_ptr<Session> session, std::uint64_t id, Pro
       fetch_id_(session_->calls().next_id() | kFetchBit) {
   const std::size_t page = session_->host().blocks().layout().block_tokens;
   request_.tokens.resize(request_.tokens.size() / page * page);
-  check_request(request_);
+  check_prompt(request_.tokens.size(), request_.name_space, "fetch");
 }
 
 // What is cached here is pinned from now on, so that it is not evicted for what comes behind it.
@@ -177,16 +169,9 @@ std::optional<Error> PromptFetch::take() noexcept {
 // --- endings ---
 
 void PromptFetch::on_fetched(const std::optional<Error>& error) noexcept {
-  {
-    const Lock lock(mutex_);
-    phase_ = Phase::kDone;
-    total_us_ = elapsed_us();
-    delivery_.reservation.hold = nullptr;
-    here_ = {};
-  }
-  const std::shared_ptr<Link> link = session_->link();
-  completion_.finish(error);
-  if (link != nullptr) link->wake();
+  Lock lock(mutex_);
+  release(lock);
+  finish_uncounted(error);
 }
 
 // All of it is cached here, or all that the peer has. Lets go of the lock.
@@ -196,13 +181,18 @@ void PromptFetch::end_cached(Lock& lock, std::vector<Address>&& addresses) {
   end(lock, std::nullopt);
 }
 
-// Without a fetch, which is counted by itself. Lets go of the lock.
-void PromptFetch::end(Lock& lock, std::optional<Error> error) {
+// It is over: unpins what is cached here, without the lock, which it lets go of.
+void PromptFetch::release(Lock& lock) noexcept {
   phase_ = Phase::kDone;
   total_us_ = elapsed_us();
-  const CachedPrefix here = std::exchange(here_, {});  // unpinned without the lock, as this is:
+  const CachedPrefix here = std::exchange(here_, {});
   const std::shared_ptr<void> held = std::exchange(delivery_.reservation.hold, nullptr);
   lock.unlock();
+}
+
+// Without a fetch, which is counted by itself. Lets go of the lock.
+void PromptFetch::end(Lock& lock, std::optional<Error> error) {
+  release(lock);
   session_->calls().forget(id_);
   finish_waiting(TransferKind::kFetch, 0, std::move(error));
 }

@@ -60,6 +60,7 @@ class PromptFetch final : public AwaitedTransfer, public FetchTaker {
   void on_reserved(Reservation&& reservation);
   void begin_fetch();
   void end_cached(Lock& lock, std::vector<Address>&& addresses);
+  void release(Lock& lock) noexcept;
   void end(Lock& lock, std::optional<Error> error);
   bool fail(const Error& why, bool linked = true) noexcept;
   void let_go() const noexcept;
