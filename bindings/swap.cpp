@@ -98,8 +98,9 @@ py::object swap_in(const NodePointer& node, py::handle addresses_argument, const
 }
 
 py::object save(const NodePointer& node, py::handle tokens_argument, py::handle addresses_argument, py::handle name,
-                py::handle stream, py::handle wait_argument) {
+                py::handle first_argument, py::handle stream, py::handle wait_argument) {
   const bool wait = flag_from(wait_argument, "wait");
+  const std::size_t first = count_from(first_argument, "first");
   const std::string name_space(name_from(name));
   const CallerStream after = stream_from(stream);
   const std::vector<Token> tokens = tokens_from(tokens_argument).copy();
@@ -108,9 +109,9 @@ py::object save(const NodePointer& node, py::handle tokens_argument, py::handle 
   {
     const GilReleased released;
     if (wait) {
-      started.blocks = node->pool().save(name_space, tokens, addresses, after);
+      started.blocks = node->pool().save(name_space, tokens, first, addresses, after);
     } else {
-      started = node->pool().begin_save(name_space, tokens, addresses, after);
+      started = node->pool().begin_save(name_space, tokens, first, addresses, after);
     }
   }
   if (wait) return py::int_(started.blocks);
@@ -302,7 +303,7 @@ Attributes:
 Raises:
     StateError: It is under way. If it failed: what wait() raises.)");
   pool.def("save", &save, py::arg("tokens"), py::arg("addrs"), py::arg("namespace") = "", py::kw_only(),
-           py::arg("stream") = py::none(), py::arg("wait") = true,
+           py::arg("first") = 0, py::arg("stream") = py::none(), py::arg("wait") = true,
            R"(Copies blocks that you hold in HBM to DRAM, and caches the copies.
 
 For engines that allocate their own blocks (``engine_allocates=True``) and use them again when a request ends: the cache
@@ -311,8 +312,10 @@ yours. Until it has ended do not write to them; an engine's `free` raises StateE
 
 Args:
     tokens: Token ids, of whole blocks.
-    addrs: The blocks that hold them: active blocks in HBM, one for each block of tokens.
+    addrs: The blocks that hold them: active blocks in HBM, one for each block of tokens from `first` on.
     namespace: As in match.
+    first: Of an engine that has only the end of a prompt (sliding window): the number of blocks before it, which must be
+        cached.
     stream: The CUDA stream whose work may still write these blocks; None: all work of the device. As in swap_out.
     wait: False returns a BlockCopy at once, and a thread of the pool copies. Wrong arguments raise at once.
 
@@ -321,7 +324,8 @@ Returns:
 
 Raises:
     ArgumentError: The numbers of tokens and blocks do not fit, or a block is not in HBM.
-    StaleAddress, NotOwner, StateError: A block is not an active one of this pool; or the pool lacks HBM or DRAM.
+    StaleAddress, NotOwner, StateError: A block is not an active one of this pool; the pool lacks HBM or DRAM; or a
+        block before `first` is not cached (any more).
     OutOfBlocks: DRAM has no room, and nothing more can be evicted. Nothing was cached.
     Busy: A logical instance, and not all of its ranks have joined. Or others are filling blocks of this prompt
         (``filled=False``), or what was cached of it was forgotten meanwhile. Nothing was cached: try again.

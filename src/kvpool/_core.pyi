@@ -362,6 +362,7 @@ class Pool:
         addrs: AddressVector,
         namespace: str = "",
         *,
+        first: int = 0,
         stream: CudaStream | None = None,
         wait: Literal[True] = True,
     ) -> int: ...
@@ -372,6 +373,7 @@ class Pool:
         addrs: AddressVector,
         namespace: str = "",
         *,
+        first: int = 0,
         stream: CudaStream | None = None,
         wait: Literal[False],
     ) -> BlockCopy: ...
@@ -382,6 +384,7 @@ class Pool:
         addrs: AddressVector,
         namespace: str = "",
         *,
+        first: int = 0,
         stream: CudaStream | None = None,
         wait: bool,
     ) -> int | BlockCopy: ...

@@ -77,6 +77,38 @@ def test_only_what_is_not_cached_is_copied(engine):
     assert pool.save(np.arange(16), addrs[:4], namespace="tenant") == 4
 
 
+def test_the_end_of_a_prompt_is_saved_behind_a_beginning_that_is_cached(engine):
+    """As engines with a sliding window have it: they no longer hold the beginning."""
+    pool = engine.pool
+    addrs = pool.adopt(np.arange(6))
+    engine.write(np.arange(6), np.arange(6))
+    assert pool.save(np.arange(8), addrs[:2]) == 2
+    assert pool.save(np.arange(16), addrs[2:4], first=2) == 2
+    assert pool.save(np.arange(20), addrs[1:5], first=1) == 1  # blocks 1 to 3 are cached
+    assert pool.save(np.arange(20), addrs[5:], first=4) == 0
+    assert pool.save(np.arange(24), addrs[5:], first=5, wait=False).wait().result == 1
+    back = pool.adopt(np.arange(10, 16))
+    with pool.match(np.arange(24)) as hit:
+        pool.load(hit.addrs, back)
+    assert engine.holds(np.arange(10, 16), np.arange(6))
+
+
+def test_the_end_of_a_prompt_is_not_saved_without_its_beginning(engine):
+    pool = engine.pool
+    addrs = pool.adopt(np.arange(6))
+    assert pool.save(np.arange(8), addrs[:2]) == 2
+    for wait in (True, False):
+        with pytest.raises(kvpool.StateError, match=r"first 3 blocks .* only 2 are cached"):
+            pool.save(np.arange(16), addrs[3:4], first=3, wait=wait)
+    for first in (0, 3, 1 << 60):
+        with pytest.raises(kvpool.ArgumentError, match=f"from block {first} on"):
+            pool.save(np.arange(16), addrs[2:4], first=first)
+    with pytest.raises(kvpool.ArgumentError):
+        pool.save(np.arange(16), addrs[2:4], first=-1)
+    assert pool.stats().dram.historical == 2
+    pool.free(addrs)  # nothing is being read
+
+
 def test_saving_makes_room_and_drops_the_coldest(engine):
     pool = engine.pool
     addrs = pool.adopt(np.arange(8))

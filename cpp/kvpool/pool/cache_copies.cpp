@@ -1,5 +1,6 @@
 #include "kvpool/pool/cache_copies.h"
 
+#include <cstddef>
 #include <string>
 #include <utility>
 #include <vector>
@@ -42,19 +43,22 @@ class Reading {
 
 }  // namespace
 
-// A prompt whose blocks [cached, end) are to be copied and cached. What is cached of it is pinned.
+// A prompt whose blocks [cached, end) are to be copied and cached. What is cached of it is pinned. The caller gives the
+// blocks [first, end).
 class CacheCopies::Save {
  public:
-  Save(CacheCopies& copies, std::string_view name_space, std::span<const Token> tokens,
+  Save(CacheCopies& copies, std::string_view name_space, std::span<const Token> tokens, std::size_t first,
        std::span<const Address> addresses)
-      : copies_(copies), name_space_(name_space), tokens_(tokens.begin(), tokens.end()), all_(addresses.size()) {
-    copies.check_prompt(tokens, addresses);
+      : copies_(copies), name_space_(name_space), tokens_(tokens.begin(), tokens.end()) {
+    copies.check_prompt(tokens, first, addresses);
+    all_.resize(first + addresses.size());
     const IndexHit hit = copies.claims_.match(name_space, tokens_.data(), tokens_.size(), all_.data());
     prefix_ = hit.pin;
     cached_ = hit.pages;
     try {
+      check_begin(first);
       reading_.emplace(copies.claims_,
-                       std::vector(addresses.begin() + static_cast<std::ptrdiff_t>(cached_), addresses.end()));
+                       std::vector(addresses.end() - static_cast<std::ptrdiff_t>(missing()), addresses.end()));
     } catch (...) {
       let_go(prefix_);
       throw;
@@ -82,6 +86,12 @@ class CacheCopies::Save {
   }
 
  private:
+  void check_begin(std::size_t first) const {
+    if (cached_ >= first) return;
+    throw Error(ErrorCode::kState, "the first " + std::to_string(first) +
+                                       " blocks of the prompt are not given, and of these only " +
+                                       std::to_string(cached_) + " are cached");
+  }
   void let_go(const IndexPin& pin) noexcept {
     if (pin.node != nullptr) copies_.pins_.unpin(&pin, 1);
   }
@@ -133,12 +143,14 @@ void CacheCopies::check_memory(const CallerStream& after) {
   memory_.check_stream(after);
 }
 
-void CacheCopies::check_prompt(std::span<const Token> tokens, std::span<const Address> addresses) const {
+void CacheCopies::check_prompt(std::span<const Token> tokens, std::size_t first,
+                               std::span<const Address> addresses) const {
   const std::uint32_t block_tokens = memory_.layout().block_tokens;
-  if (tokens.size() != addresses.size() * block_tokens) {
+  const std::size_t blocks = tokens.size() / block_tokens;
+  if (tokens.size() % block_tokens != 0 || addresses.size() > blocks || first != blocks - addresses.size()) {
     throw Error(ErrorCode::kArgument,
                 std::to_string(tokens.size()) + " tokens, and " + std::to_string(addresses.size()) + " blocks of " +
-                    std::to_string(block_tokens) + ": save whole blocks",
+                    std::to_string(block_tokens) + " from block " + std::to_string(first) + " on: save whole blocks",
                 {{"tokens", static_cast<std::int64_t>(tokens.size())},
                  {"given", static_cast<std::int64_t>(addresses.size())},
                  {"block_tokens", block_tokens}});
@@ -150,18 +162,18 @@ void CacheCopies::check_prompt(std::span<const Token> tokens, std::span<const Ad
   check_medium(addresses, Medium::kHbm);
 }
 
-std::size_t CacheCopies::save(std::string_view name_space, std::span<const Token> tokens,
+std::size_t CacheCopies::save(std::string_view name_space, std::span<const Token> tokens, std::size_t first,
                               std::span<const Address> addresses, const CallerStream& after) {
   check_memory(after);
-  Save save(*this, name_space, tokens, addresses);
+  Save save(*this, name_space, tokens, first, addresses);
   save.carry_out(after);
   return save.missing();
 }
 
-StartedSave CacheCopies::begin_save(std::string_view name_space, std::span<const Token> tokens,
+StartedSave CacheCopies::begin_save(std::string_view name_space, std::span<const Token> tokens, std::size_t first,
                                     std::span<const Address> addresses, const CallerStream& after) {
   check_memory(after);
-  auto save = std::make_shared<Save>(*this, name_space, tokens, addresses);
+  auto save = std::make_shared<Save>(*this, name_space, tokens, first, addresses);
   const std::size_t blocks = save->missing();
   return {moves_.begin_copy(TierWay::kOut, after, [save = std::move(save)] { save->carry_out(CopyOrder::met()); }),
           blocks};

@@ -36,10 +36,10 @@ class CacheCopies {
   CacheCopies& operator=(const CacheCopies&) = delete;
 
   // Documented in Pool.
-  std::size_t save(std::string_view name_space, std::span<const Token> tokens, std::span<const Address> addresses,
-                   const CallerStream& after);
-  StartedSave begin_save(std::string_view name_space, std::span<const Token> tokens, std::span<const Address> addresses,
-                         const CallerStream& after);
+  std::size_t save(std::string_view name_space, std::span<const Token> tokens, std::size_t first,
+                   std::span<const Address> addresses, const CallerStream& after);
+  StartedSave begin_save(std::string_view name_space, std::span<const Token> tokens, std::size_t first,
+                         std::span<const Address> addresses, const CallerStream& after);
   void copy(TierWay way, std::span<const Address> addresses, std::span<const Address> into, const CallerStream& after);
   std::shared_ptr<Swap> begin_copy(TierWay way, std::span<const Address> addresses, std::span<const Address> into,
                                    const CallerStream& after);
@@ -48,7 +48,7 @@ class CacheCopies {
   class Save;
   class Copy;
   void check_memory(const CallerStream& after);
-  void check_prompt(std::span<const Token> tokens, std::span<const Address> addresses) const;
+  void check_prompt(std::span<const Token> tokens, std::size_t first, std::span<const Address> addresses) const;
 
   CacheBlocks& blocks_;
   PeerClaims& claims_;

@@ -162,12 +162,13 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool> {
   std::shared_ptr<Swap> begin_swap_out(std::size_t n, const CallerStream& after = {});
   std::shared_ptr<Swap> begin_swap_in(std::span<const Address> addresses, std::span<const Address> into,
                                       const CallerStream& after = {});
-  // Copies active HBM blocks of the caller's, which hold whole blocks of these tokens, to DRAM, and caches the copies:
-  // as many as are not cached yet, making room. Returns how many. `after`: as in swap_out, for work that may still
+  // Copies active HBM blocks of the caller's, which hold the whole blocks [first, end) of these tokens, to DRAM, and
+  // caches the copies: as many as are not cached yet, making room. Returns how many. Throws kState unless the blocks
+  // before `first` are cached. `after`: as in swap_out, for work that may still
   // write the blocks. Throws kArgument, kStaleAddress, kNotOwner, kState, kOutOfBlocks; of a logical
   // instance kBusy until all ranks have joined, and kUnsupported for `after`.
-  std::size_t save(std::string_view name_space, std::span<const Token> tokens, std::span<const Address> addresses,
-                   const CallerStream& after = {});
+  std::size_t save(std::string_view name_space, std::span<const Token> tokens, std::size_t first,
+                   std::span<const Address> addresses, const CallerStream& after = {});
   // Copies blocks in one of HBM and DRAM, active or cached, to active blocks of the caller's in the other, which are
   // reserved meanwhile; both stay where they are. Throws as save(). If it throws while it copies, the content of `into`
   // is undefined.
@@ -175,8 +176,8 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool> {
             const CallerStream& after = {});
   // The same on a thread of the pool. Wrong arguments throw here. Sources cannot be freed by an engine, and
   // destinations are reserved, from now on until the handle is done.
-  StartedSave begin_save(std::string_view name_space, std::span<const Token> tokens, std::span<const Address> addresses,
-                         const CallerStream& after = {});
+  StartedSave begin_save(std::string_view name_space, std::span<const Token> tokens, std::size_t first,
+                         std::span<const Address> addresses, const CallerStream& after = {});
   std::shared_ptr<Swap> begin_copy(TierWay way, std::span<const Address> addresses, std::span<const Address> into,
                                    const CallerStream& after = {});
   // Whether HBM is on a GPU: then the CPU may not dereference its addresses.

@@ -113,10 +113,10 @@ std::vector<IndexPin> Pool::swap_in(std::span<const Address> addresses, std::spa
   return moves_->swap_in(addresses, into, out, after);
 }
 
-std::size_t Pool::save(std::string_view name_space, std::span<const Token> tokens, std::span<const Address> addresses,
-                       const CallerStream& after) {
+std::size_t Pool::save(std::string_view name_space, std::span<const Token> tokens, std::size_t first,
+                       std::span<const Address> addresses, const CallerStream& after) {
   guard();
-  return copies_->save(name_space, tokens, addresses, after);
+  return copies_->save(name_space, tokens, first, addresses, after);
 }
 
 void Pool::copy(TierWay way, std::span<const Address> addresses, std::span<const Address> into,
@@ -125,10 +125,10 @@ void Pool::copy(TierWay way, std::span<const Address> addresses, std::span<const
   copies_->copy(way, addresses, into, after);
 }
 
-StartedSave Pool::begin_save(std::string_view name_space, std::span<const Token> tokens,
+StartedSave Pool::begin_save(std::string_view name_space, std::span<const Token> tokens, std::size_t first,
                              std::span<const Address> addresses, const CallerStream& after) {
   guard();
-  return copies_->begin_save(name_space, tokens, addresses, after);
+  return copies_->begin_save(name_space, tokens, first, addresses, after);
 }
 
 std::shared_ptr<Swap> Pool::begin_copy(TierWay way, std::span<const Address> addresses, std::span<const Address> into,
