@@ -12,6 +12,7 @@ _APART: Final = ("python/engines/test_vllm_apart.py", "python/engines/test_vllm_
 _RANKS: Final = ("python/engines/test_vllm_ranks.py",)
 _PLANNER: Final = ("python/engines/test_vllm_planner.py",)
 _MEMBERS: Final = ("python/engines/test_vllm_members.py", "python/engines/test_vllm_expected.py")
+_GROUPS: Final = ("python/engines/test_vllm_groups.py",)
 
 ENGINES_BUGS: Final = (
     Bug(
@@ -66,8 +67,28 @@ ENGINES_BUGS: Final = (
         "written-while-saved",
         "engines",
         "a block that vLLM uses again is written while a save reads it",
-        in_python("engines/vllm/planner.py", "        step.written.update(blocks[first:])\n", ""),
+        in_python("engines/vllm/planner.py", "            step.written.update(of_group[first:])\n", ""),
         _PLANNER,
+        build="python",
+    ),
+    Bug(
+        "dropped-block-saved",
+        "engines",
+        "what stands in the place of a block that vLLM has dropped is cached as that block",
+        in_python("engines/vllm/planner.py", "needed_from(of_group[:full]) if windowed else 0", "0"),
+        _GROUPS,
+        build="python",
+    ),
+    Bug(
+        "first-group-alone",
+        "engines",
+        "a prefix is a hit where the first group of layers has it",
+        in_python(
+            "engines/vllm/hits.py",
+            "                found = hits[group].tokens\n",
+            "                found = found if group else hits[group].tokens\n",
+        ),
+        _GROUPS,
         build="python",
     ),
     Bug(

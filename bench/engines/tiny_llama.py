@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,28 @@ VOCABULARY = 512
 
 
 def write(
-    folder: Path, *, hidden: int = 128, layers: int = 2, heads: int = 4, kv_heads: int = 2, head_dim: int = 32
+    folder: Path,
+    *,
+    hidden: int = 128,
+    layers: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 32,
+    window: int = 0,
+    windowed: Sequence[int] = (),
 ) -> None:
-    """Writes config.json and model.safetensors, unless they are there."""
+    """Writes config.json and model.safetensors, unless they are there.
+
+    Args:
+        folder: It is made.
+        hidden: Elements of a token between layers.
+        layers: As many.
+        heads: Of queries.
+        kv_heads: Of keys and values.
+        head_dim: Elements of a head.
+        window: Tokens that the layers `windowed` attend to; the others attend to all.
+        windowed: Their numbers.
+    """
     import torch
     from safetensors.torch import save_file
 
@@ -43,7 +63,11 @@ def write(
             f"{at}post_attention_layernorm.weight": torch.ones(hidden),
         }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(_config(hidden, layers, heads, kv_heads, head_dim)))
+    config = _config(hidden, layers, heads, kv_heads, head_dim)
+    if windowed:
+        kinds = ["sliding_attention" if layer in windowed else "full_attention" for layer in range(layers)]
+        config |= {"sliding_window": window, "layer_types": kinds}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def _config(hidden: int, layers: int, heads: int, kv_heads: int, head_dim: int) -> dict[str, Any]:

@@ -27,7 +27,13 @@ class Engine:
         """An engine, with kvpool's connector or without."""
         from bench.engines import tiny_llama
 
-        shape = {"hidden": HIDDEN, "layers": LAYERS, "heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
+        shape: dict[str, Any] = {
+            "hidden": HIDDEN,
+            "layers": LAYERS,
+            "heads": HEADS,
+            "kv_heads": KV_HEADS,
+            "head_dim": HEAD_DIM,
+        }
         tiny_llama.write(Path(model), **shape)
         import torch
         import vllm

@@ -19,14 +19,22 @@ class Driver:
     def __init__(self) -> None:
         self.llm: Any = None
 
-    def write_model(self, model: str) -> dict:
+    def write_model(self, model: str, **shape: Any) -> dict:
         from bench.engines import tiny_llama
 
-        tiny_llama.write(Path(model))
+        tiny_llama.write(Path(model), **shape)
         return {}
 
-    def start(self, model: str, extra: dict | None, executor: str = "", role: str = "kv_both", **more: Any) -> dict:
-        self.write_model(model)
+    def start(
+        self,
+        model: str,
+        extra: dict | None,
+        executor: str = "",
+        role: str = "kv_both",
+        shape: dict | None = None,
+        **more: Any,
+    ) -> dict:
+        self.write_model(model, **shape or {})
         from vllm import LLM
         from vllm.config import KVTransferConfig
         from vllm.v1.executor.uniproc_executor import UniProcExecutor

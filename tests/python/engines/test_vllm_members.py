@@ -122,11 +122,11 @@ def test_a_step_knows_what_the_one_before_it_will_send(pair):
     sending = prefill.start(Request("b", prompt(17), kv_transfer_params=TO))
     assert prefill.admit(sending)
     sending.num_computed_tokens = 16
-    step = prefill.planner.plan({"b": 1}, lambda _: sending.blocks)
+    step = prefill.planner.plan({"b": 1}, lambda _: [sending.blocks])
     assert (len(step.sends), step.saves) == (1, [])
     other = prefill.start(Request("c", prompt(10, seed=1)))
     assert prefill.admit(other)
-    assert prefill.planner.plan({"c": 10}, lambda _: other.blocks).written == set(other.blocks)
+    assert prefill.planner.plan({"c": 10}, lambda _: [other.blocks]).written == set(other.blocks)
 
 
 def test_what_is_on_its_way_is_not_sent_with_every_chunk(url):
@@ -234,7 +234,7 @@ def test_what_was_computed_from_a_failed_load_is_not_sent(pair):
     assert prefill.admit(request)
     prefill.engine.suspects.update(request.blocks[:2])
     prefill.planner._loading["a"] = request.blocks[:2]
-    step = prefill.planner.plan({"a": 20}, lambda _: request.blocks)
+    step = prefill.planner.plan({"a": 20}, lambda _: [request.blocks])
     prefill.engine.suspects.update(request.blocks[:2])  # as a load does that fails in this step
     prefill._execute(step, {"a": 20})
     prefill.planner.failed(set(request.blocks[:2]))
@@ -250,7 +250,7 @@ def test_a_step_whose_model_fails_leaves_nothing_open(url):
         connect(prefill)
         request = prefill.start(Request("a", prompt(20), kv_transfer_params=TO))
         assert prefill.admit(request)
-        step = prefill.planner.plan({"a": 20}, lambda _: request.blocks)
+        step = prefill.planner.plan({"a": 20}, lambda _: [request.blocks])
         prefill.engine.begin_step()
         prefill.engine.layer_computed(0, step.sends)
         (send,) = prefill.engine._sends._sends
@@ -276,7 +276,7 @@ def test_a_step_may_take_longer_than_a_send(url):
         connect(prefill)
         request = prefill.start(Request("a", prompt(14), kv_transfer_params=TO))
         assert prefill.admit(request)
-        step = prefill.planner.plan({"a": 14}, lambda _: request.blocks)
+        step = prefill.planner.plan({"a": 14}, lambda _: [request.blocks])
         prefill.engine.begin_step()
         for layer in range(2):
             prefill._compute_layer(request, 14, layer)
@@ -293,7 +293,7 @@ def test_a_layer_that_cannot_be_sent_ends_the_send(url):
         connect(prefill)
         request = prefill.start(Request("a", prompt(20), kv_transfer_params=TO))
         assert prefill.admit(request)
-        step = prefill.planner.plan({"a": 20}, lambda _: request.blocks)
+        step = prefill.planner.plan({"a": 20}, lambda _: [request.blocks])
         prefill.engine.begin_step()
         prefill.engine.layer_computed(0, step.sends)
         decode.engine.close()

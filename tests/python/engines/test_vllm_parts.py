@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from engines.vllm_kit import Request
 
 import kvpool
@@ -19,6 +20,7 @@ from kvpool.engines.vllm.figures import FIGURES, Figures
 from kvpool.engines.vllm.layouts import Pages, adoption_of, pages_of
 from kvpool.engines.vllm.options import GIB, Options
 from kvpool.engines.vllm.requests import TokenArray, namespace_of
+from kvpool.engines.vllm.supported import check_cluster, check_shared
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -108,11 +110,27 @@ class SlidingWindowSpec(SimpleNamespace):
     pass
 
 
+class MambaSpec(SimpleNamespace):
+    pass
+
+
+class RSWASpec(FullAttentionSpec):
+    """Drops blocks between a prompt and the window of its answer."""
+
+
 def config(spec=None, groups=1, **more):
     page = {"num_kv_heads": 2, "head_size": 8, "dtype": "torch.bfloat16", "block_size": 16, "page_size_bytes": 1024}
     spec = spec or FullAttentionSpec(**{**page, **more})
     group = SimpleNamespace(layer_names=["one", "two"], kv_cache_spec=spec)
     return SimpleNamespace(kv_cache_groups=[group] * groups, num_blocks=5)
+
+
+def hybrid(*groups):
+    """Of layers as in `config`: for each group its kind of layer, its names, and what differs of its page."""
+    found = [config(kind(**(vars(config(**more).kv_cache_groups[0].kv_cache_spec)))) for kind, _, more in groups]
+    for each, (_, names, _) in zip(found, groups, strict=True):
+        each.kv_cache_groups[0].layer_names = names
+    return SimpleNamespace(kv_cache_groups=[each.kv_cache_groups[0] for each in found], num_blocks=5)
 
 
 PAGES = Pages(("one", "two"), 2, 8, "bfloat16", 16, 5)
@@ -124,12 +142,42 @@ def test_the_pages_are_what_vllm_says():
     assert pages_of(config(latent)) == Pages(("one", "two"), 1, 10, "float16", 16, 5, latent=True)
 
 
+def test_groups_of_layers_have_one_page():
+    two = hybrid((SlidingWindowSpec, ["b"], {}), (FullAttentionSpec, ["a", "c"], {}))
+    names = (("b",), ("a", "c"))
+    assert pages_of(two) == Pages(("a", "c"), 2, 8, "bfloat16", 16, 5, windowed=(True, False), groups=names)
+    alone = hybrid((SlidingWindowSpec, ["one", "two"], {}))
+    assert pages_of(alone) == Pages(("one", "two"), 2, 8, "bfloat16", 16, 5, windowed=(True,))
+    stage = hybrid(
+        (SlidingWindowSpec, [], {}), (FullAttentionSpec, ["a"], {})
+    )  # of a pipeline, without layers of a group
+    assert pages_of(stage).windowed == (True, False)
+    assert [pages_of(one).begins_anew for one in (two, alone, stage, config())] == [True, True, True, False]
+
+
+def test_models_with_windows_are_refused_in_a_cluster():
+    check_cluster(Options())
+    with pytest.raises(kvpool.Unsupported, match="the option cluster only for models whose layers all"):
+        check_cluster(Options(cluster="local://demo"))
+
+
+def test_groups_that_do_not_share_memory_are_refused():
+    one, other = torch.zeros(4, 2), torch.zeros(4, 2)
+    pages = Pages(("a", "c"), 2, 8, "bfloat16", 16, 5, windowed=(True, False), groups=(("b",), ("a", "c")))
+    check_shared(pages, {"a": one, "b": one.view(4, 2), "c": other})
+    for wrong in (other, one.view(2, 4), one.T):
+        with pytest.raises(kvpool.Unsupported, match="tensors of b and a differ"):
+            check_shared(pages, {"a": one, "b": wrong, "c": other})
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        (config(groups=2), "2 groups"),
-        (config(groups=0), "0 groups"),
-        (config(SlidingWindowSpec()), "SlidingWindowSpec"),
+        (config(groups=0), "no KV layers"),
+        (config(MambaSpec()), "MambaSpec"),
+        (config(RSWASpec(**vars(config().kv_cache_groups[0].kv_cache_spec))), "RSWASpec"),
+        (hybrid((FullAttentionSpec, ["a"], {}), (SlidingWindowSpec, ["b"], {"head_size": 4})), "2 groups .* differ"),
+        (hybrid((FullAttentionSpec, ["a"], {}), (SlidingWindowSpec, ["b"], {"block_size": 32})), "2 groups .* differ"),
         (config(dtype="torch.float4_e2m1fn_x2"), "float4"),
         (config(page_size_bytes=1040), "1040 bytes"),
         (

@@ -92,7 +92,7 @@ def test_tokens_that_may_be_rejected_are_not_saved(engine):
     request.blocks += [engine.free.pop() for _ in range(4)]
 
     def saved(count: int) -> list[list[int]]:
-        return [save.tokens.tolist() for save in engine.planner.plan({"a": count}, lambda _: request.blocks).saves]
+        return [save.tokens.tolist() for save in engine.planner.plan({"a": count}, lambda _: [request.blocks]).saves]
 
     assert saved(6) == [prompt(6)[:4]]
     request.num_computed_tokens = 6
@@ -112,8 +112,8 @@ def test_nothing_is_loaded_that_vllm_has_itself(engine):
         assert engine.planner.match(request, own)[0] == more
     blocks = [11, 12, 13, 14, 15]
     engine.planner.match(request, 8)
-    engine.planner.allocated(request, blocks, 8)
-    (load,) = engine.planner.plan({"b": 4}, lambda _: blocks).loads
+    engine.planner.allocated(request, [blocks], 8)
+    (load,) = engine.planner.plan({"b": 4}, lambda _: [blocks]).loads
     assert (load.first, load.blocks.tolist()) == (2, [13, 14])
 
 
@@ -124,7 +124,7 @@ def test_a_hit_that_vllm_has_no_room_for_is_not_kept(engine):
     request = engine.start(Request("b", prompt(20)))
     for _ in range(135):
         assert engine.planner.match(request, 0)[0] == 16
-        engine.planner.plan({}, lambda _: [])
+        engine.planner.plan({}, lambda _: [[]])
         assert engine.pool.evict(0, kvpool.DRAM) == 0
     assert engine.pool.evict(64, kvpool.DRAM) == 5  # nothing is pinned
     assert engine.planner.match(request, 0) == (0, False)
@@ -354,7 +354,7 @@ def test_closing_ends_copies_that_are_under_way():
 def test_a_step_in_which_vllm_copies_blocks_waits_for_all_saves():
     engine = Engine()
     engine.run(Request("a", prompt(20)))
-    step = engine.planner.plan({}, lambda _: [], copies_blocks=True)
+    step = engine.planner.plan({}, lambda _: [[]], copies_blocks=True)
     assert step.written is None
     assert engine.engine.saving
     engine.engine.await_saves_of(step.written)

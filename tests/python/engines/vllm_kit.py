@@ -110,9 +110,9 @@ class HeldPool:
     def __getattr__(self, name):
         return getattr(self._pool, name)
 
-    def save(self, tokens, addrs, namespace="", *, stream=None, wait=True):
+    def save(self, tokens, addrs, namespace="", *, first=0, stream=None, wait=True):
         tokens = np.array(tokens)
-        return self._hold(lambda: self._pool.save(tokens, addrs, namespace))
+        return self._hold(lambda: self._pool.save(tokens, addrs, namespace, first=first))
 
     def copy(self, addrs, into, *, stream=None, wait=True):
         """Of a worker: a save."""
@@ -195,7 +195,7 @@ class Engine:
         if needed > len(self.free):
             return False
         request.blocks += [self.free.pop() for _ in range(needed)]
-        self.planner.allocated(request, request.blocks, more)
+        self.planner.allocated(request, [request.blocks], more)
         self.external[request.request_id] = more
         request.num_computed_tokens += more
         if later:
@@ -208,7 +208,7 @@ class Engine:
             request = self.requests[request_id]
             while len(request.blocks) * BLOCK < min(request.num_computed_tokens + count, request.num_tokens + count):
                 request.blocks.append(self.free.pop())
-        step = self.planner.plan(counts, lambda request_id: self.requests[request_id].blocks)
+        step = self.planner.plan(counts, lambda request_id: [self.requests[request_id].blocks])
         ended, failed = self._execute(step, counts)
         for request_id, count in counts.items():
             self.requests[request_id].num_computed_tokens += count

@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
@@ -48,7 +49,7 @@ from kvpool.engines.vllm.plans import SavePlan, StepPlan, WorkerReport  # noqa: 
 from kvpool.engines.vllm.pulls import Pulls  # noqa: E402
 from kvpool.engines.vllm.reported_events import ReportedEvents, wanted  # noqa: E402
 from kvpool.engines.vllm.scheduler_index import SchedulerIndex  # noqa: E402
-from kvpool.engines.vllm.supported import check_by_layer, check_supported  # noqa: E402
+from kvpool.engines.vllm.supported import check_by_layer, check_cluster, check_shared, check_supported  # noqa: E402
 from kvpool.engines.vllm.worker_pool import WorkerPool  # noqa: E402
 from kvpool.errors import StateError  # noqa: E402
 from kvpool.pool import Pool  # noqa: E402
@@ -90,7 +91,8 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Keeps computed blocks in DRAM, and brings them back. vLLM makes it; see docs/how-to/vllm.md.
 
     Raises:
-        Unsupported: Several groups of KV layers; pages that are not plain K and V; context parallelism; sleep mode.
+        Unsupported: Layers that keep anything but K and V; groups of layers with unequal pages; several groups in a
+            cluster; context parallelism; sleep mode.
         ArgumentError, ArgumentTypeError: ``kv_connector_extra_config`` is wrong.
         OutOfMemory: The machine does not have the memory for the cache.
         LayoutMismatch: vLLM's tensors are not what its configuration says.
@@ -113,6 +115,9 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._one_process = parallel.world_size == 1 and issubclass(Executor.get_class(vllm_config), UniProcExecutor)
         check_by_layer(self._options, self._one_process, parallel)
         self._pages = pages_of(kv_cache_config)
+        if self._pages.begins_anew:
+            check_cluster(self._options)
+            self._async_load = True  # of failures of other loads vLLM hears by their blocks alone
         self._layer_of = {name: layer for layer, name in enumerate(self._pages.layers)}
         self._engine: EnginePool | None = None
         self._index: SchedulerIndex | None = None
@@ -171,14 +176,14 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Plans the load."""
         if num_external_tokens:
-            self._planner.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+            self._planner.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """The plan of the step."""
         state = scheduler_output.kv_connector_block_state
         plan = self._planner.plan(
             scheduler_output.num_scheduled_tokens,
-            lambda request_id: state.get_block_ids(request_id)[0],
+            state.get_block_ids,
             bool(scheduler_output.kv_cache_block_copies),
         )
         return StepMetadata(plan if self._index is None else self._index.addressed(plan))
@@ -189,6 +194,8 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._index.reported(connector_output.kv_connector_worker_meta.report)
         if connector_output.invalid_block_ids:
             self._planner.failed(connector_output.invalid_block_ids)
+        if connector_output.failed_recving:
+            self._planner.failed_loads(connector_output.failed_recving)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """VLLM may free the blocks at once: the step that writes to them next waits for what still reads them."""
@@ -221,6 +228,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Makes the pool over vLLM's tensors."""
         tensors = [kv_caches[name] for name in self._pages.layers]
+        check_shared(self._pages, kv_caches)
         found = adoption_of(self._pages, tensors[0].shape, tensors[0].stride())
         device = tensors[0].device
         settings = self._options.settings
@@ -296,9 +304,18 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """The requests whose asynchronous loads have ended."""
         return None, (self._worker().take_ended_loads() if self._async_load else None)
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """As get_finished, and the requests that begin anew because their loads have failed."""
+        ended = self.get_finished(finished_req_ids)[1] or set()
+        failed = self._worker().take_failed_loads(ended)
+        return KVConnectorTransferResults(
+            finished_recving=ended, failed_recving=failed if self._pages.begins_anew else set()
+        )
+
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """The blocks that loads did not fill; vLLM computes them."""
-        return self._worker().take_failed_blocks()
+        """The blocks that loads did not fill; vLLM computes from them on, or hears of the request instead."""
+        failed = self._worker().take_failed_blocks()
+        return set() if self._pages.begins_anew else failed
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
         """What has ended here, for a scheduler in another process."""
@@ -375,6 +392,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._pages.block_tokens,
             loads=consumes,
             saves=produces,
+            groups=len(self._pages.windowed),
             async_load=self._async_load,
             expected=expected,
             outgoing=outgoing,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from kvpool import _core
 from kvpool.engines.vllm.figures import Figures
+from kvpool.engines.vllm.hits import Hits
 from kvpool.engines.vllm.plans import LoadPlan, SavePlan
 from kvpool.errors import DeadlineExceeded, Error, OutOfBlocks, StateError
 from kvpool.pool import Pool
@@ -71,23 +72,28 @@ class EnginePool:
         self._block_tokens = pool.kv_layout.block_tokens
         self._addrs = pool.adopt(np.arange(blocks))
         self._stream = stream
-        self._hits: dict[str, _core.Match] = {}
+        self._hits = Hits()
         self._saves: list[_Save] = []
-        self._loads: dict[str, _Load] = {}
+        self._loads: dict[tuple[str, int], _Load] = {}  # by request and group
         self._failed_blocks: set[int] = set()
+        self._failed_loads: set[str] = set()  # requests
         self._ended_loads: set[str] = set()
 
     # ---- the scheduler's side
 
-    def pin(self, request_id: str, tokens: npt.NDArray[np.int32], namespace: str) -> int:
-        """Looks a prompt up, and pins what is cached of it until `unpin` or the end of a load. Returns the tokens."""
+    def pin(self, request_id: str, tokens: npt.NDArray[np.int32], namespaces: Sequence[str]) -> int:
+        """Looks a prompt up, and pins what is cached of it until `unpin` or the end of its loads.
+
+        Args:
+            request_id: Of the request; what it has pinned before is unpinned.
+            tokens: Of the prompt.
+            namespaces: One for each group of layers.
+
+        Returns:
+            The tokens that are cached for every group.
+        """
         self.unpin(request_id)
-        hit = self.pool.match(tokens, namespace)
-        if not hit.tokens:
-            hit.close()
-            return 0
-        self._hits[request_id] = hit
-        return hit.tokens
+        return self._hits.find(request_id, tokens, namespaces, self.pool.match)
 
     def rewritten(self, blocks: Iterable[int]) -> None:
         """The step computes these blocks anew."""
@@ -95,9 +101,7 @@ class EnginePool:
 
     def unpin(self, request_id: str) -> None:
         """Ends the pin of a request, if it has one that no load has taken."""
-        hit = self._hits.pop(request_id, None)
-        if hit is not None:
-            hit.close()
+        self._hits.close(request_id)
 
     @property
     def saving(self) -> bool:
@@ -113,8 +117,7 @@ class EnginePool:
             wait_for(load.copy)
         self._reap_saves()
         self._reap_loads()
-        for request_id in list(self._hits):
-            self.unpin(request_id)
+        self._hits.close_all()
         while self.pool.evict(1 << 20, DRAM):
             pass
         return self.pool.stats().dram.historical == 0
@@ -140,12 +143,20 @@ class EnginePool:
         """Begins to load. `take_ended_loads` tells the end, also of a load that could not begin."""
         if not self._copy_in(plan, wait=False):
             self._ended_loads.add(plan.request_id)
+            self._failed_loads.add(plan.request_id)
 
     def take_ended_loads(self) -> set[str]:
         """The requests whose `begin_load` has ended, well or not, since the last call."""
         self._reap_loads()
-        ended, self._ended_loads = self._ended_loads, set()
+        ended = self._ended_loads - {request_id for request_id, _ in self._loads}
+        self._ended_loads -= ended
         return ended
+
+    def take_failed_loads(self, ended: set[str]) -> set[str]:
+        """Which of these requests have a load that failed."""
+        failed = self._failed_loads & ended
+        self._failed_loads -= ended
+        return failed
 
     def take_failed_blocks(self) -> set[int]:
         """VLLM's blocks that loads should have filled and did not, since the last call."""
@@ -178,9 +189,9 @@ class EnginePool:
         for copy in [*(save.copy for save in self._saves), *(load.copy for load in self._loads.values())]:
             wait_for(copy)
         loading = [load.hit for load in self._loads.values() if load.hit is not None]
-        for hit in [*self._hits.values(), *loading]:
+        self._hits.close_all()
+        for hit in loading:
             hit.close()
-        self._hits.clear()
         self._saves.clear()
         self._loads.clear()
         self.pool.close()
@@ -192,7 +203,7 @@ class EnginePool:
 
     def _source(self, plan: LoadPlan) -> tuple[_core.Match | None, npt.NDArray[np.uint64]]:
         """The blocks to load, and what pins them. Raises StateError if nothing does."""
-        hit = self._hits.pop(plan.request_id, None)
+        hit = self._hits.take(plan.request_id, plan.group)
         if hit is None:
             raise StateError(f"the match of request {plan.request_id} was given up before its load")
         return hit, hit.addrs[plan.first : plan.first + len(plan.blocks)]
@@ -200,7 +211,12 @@ class EnginePool:
     def _copy_out(self, plan: SavePlan) -> _core.BlockCopy:
         """Begins a save."""
         return self.pool.save(
-            plan.tokens, self._addrs[plan.blocks], plan.namespace, stream=self._current_stream(), wait=False
+            plan.tokens,
+            self._addrs[plan.blocks],
+            plan.namespace,
+            first=plan.first,
+            stream=self._current_stream(),
+            wait=False,
         )
 
     def _save_over(self, plan: SavePlan, well: bool) -> None:
@@ -223,7 +239,7 @@ class EnginePool:
         if isinstance(copy, int):
             self._end_load(plan, hit, began, None)
         else:
-            self._loads[plan.request_id] = _Load(copy, hit, plan, began)
+            self._loads[plan.request_id, plan.group] = _Load(copy, hit, plan, began)
         return True
 
     def _end_load(self, plan: LoadPlan, hit: _core.Match | None, began: float, error: Exception | None) -> None:
@@ -249,11 +265,14 @@ class EnginePool:
         self.suspects.update(blocks.tolist())
 
     def _reap_loads(self) -> None:
-        for request_id, load in list(self._loads.items()):
+        for key, load in list(self._loads.items()):
             if load.copy.done():
-                del self._loads[request_id]
-                self._ended_loads.add(request_id)
-                self._end_load(load.plan, load.hit, load.began, load.copy.exception(0))
+                del self._loads[key]
+                self._ended_loads.add(load.plan.request_id)
+                error = load.copy.exception(0)
+                if error is not None:
+                    self._failed_loads.add(load.plan.request_id)
+                self._end_load(load.plan, load.hit, load.began, error)
 
     def _reap_saves(self) -> None:
         if not any(save.copy.done() for save in self._saves):
@@ -274,8 +293,10 @@ class EnginePool:
     def _save_failed(self, plan: SavePlan, error: Exception) -> None:
         self._save_over(plan, well=False)
         self.figures.add(failed_saves=1)
-        # Without room, what is cached is all in use: nothing to tell a person at each step.
-        level = logging.DEBUG if isinstance(error, OutOfBlocks) else logging.WARNING
+        # Nothing to tell a person at each step: without room, what is cached is all in use; in a gap, what vLLM has
+        # dropped of the prompt is not cached any more.
+        gap = plan.first > 0 and isinstance(error, StateError)
+        level = logging.DEBUG if gap or isinstance(error, OutOfBlocks) else logging.WARNING
         _log.log(level, "blocks were not saved: %s", error)
 
 

@@ -31,6 +31,9 @@ class Pages:
         block_tokens: Tokens in a block.
         blocks: Blocks of a tensor.
         latent: Latent attention (MLA): a token has one latent, and no K and V.
+        windowed: For each group of layers whether it has a sliding window: then vLLM drops the blocks before it.
+        groups: Names of the layers of each group, where there are several. They have the same memory, and a block
+            belongs to one of them: at the places of another group's layers are `layers`, those of the longest group.
     """
 
     layers: tuple[str, ...]
@@ -40,6 +43,17 @@ class Pages:
     block_tokens: int
     blocks: int
     latent: bool = False
+    windowed: tuple[bool, ...] = (False,)
+    groups: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def begins_anew(self) -> bool:
+        """Whether a request whose load has failed is computed from its first token on.
+
+        Otherwise vLLM computes from the first block on that was not filled. It cannot where it has dropped blocks
+        before that, and knows no blocks of several groups.
+        """
+        return len(self.windowed) > 1 or any(self.windowed)
 
 
 class Adoption(NamedTuple):
@@ -60,25 +74,39 @@ def pages_of(kv_cache_config: Any) -> Pages:
     """Reads vLLM's ``KVCacheConfig``.
 
     Raises:
-        Unsupported: It has several groups of layers, layers that drop blocks (sliding window, Mamba), or pages that are
-            quantized with scales, padded, or otherwise not plain K and V.
+        Unsupported: It has layers that keep anything but K and V of tokens (Mamba), groups of layers whose pages
+            differ, or pages that are quantized with scales, padded, or otherwise not plain K and V.
     """
-    groups = [group for group in kv_cache_config.kv_cache_groups if group.layer_names]
-    if len(groups) != 1:
+    groups = kv_cache_config.kv_cache_groups
+    filled = [group for group in groups if group.layer_names]  # of a pipeline's stage some may be empty
+    if not filled:
+        raise Unsupported("the model has no KV layers", groups=0)
+    for group in filled:
+        _check_attention(group.kv_cache_spec)
+    longest = max(filled, key=lambda group: len(group.layer_names))
+    spec, names = longest.kv_cache_spec, tuple(longest.layer_names)
+    if any(_page(group.kv_cache_spec) != _page(spec) for group in filled):
         raise Unsupported(
-            f"the model has {len(groups)} groups of KV layers; KvpoolConnector supports one: models whose layers all "
-            "attend to all tokens, and others with --disable-hybrid-kv-cache-manager where vLLM allows it",
+            f"the model has {len(groups)} groups of KV layers whose pages differ; KvpoolConnector supports groups of "
+            "equal pages, and others with --disable-hybrid-kv-cache-manager where vLLM allows it",
             groups=len(groups),
         )
-    spec, names = groups[0].kv_cache_spec, tuple(groups[0].layer_names)
-    kind = {base.__name__ for base in type(spec).__mro__}
-    if "FullAttentionSpec" not in kind:
-        raise Unsupported(f"KvpoolConnector supports full attention, and the layers are of {type(spec).__name__}")
+    kind = _kinds(spec)
     latent = "MLAAttentionSpec" in kind
     dtype = str(spec.dtype).removeprefix("torch.")
     if dtype not in _DTYPES:
         raise Unsupported(f"KvpoolConnector does not support a KV cache of {dtype}", dtype=dtype)
-    pages = Pages(names, spec.num_kv_heads, spec.head_size, dtype, spec.block_size, kv_cache_config.num_blocks, latent)
+    pages = Pages(
+        names,
+        spec.num_kv_heads,
+        spec.head_size,
+        dtype,
+        spec.block_size,
+        kv_cache_config.num_blocks,
+        latent,
+        windowed=tuple("SlidingWindowSpec" in _kinds(group.kv_cache_spec) for group in groups),
+        groups=tuple(tuple(group.layer_names) for group in groups) if len(groups) > 1 else (),
+    )
     layout = _layout(pages, "NHD", "fused") if not latent or not spec.head_size % 2 else None
     if layout is None or layout.block_bytes != spec.page_size_bytes * len(names):
         expected = "odd" if layout is None else layout.block_bytes // len(names)
@@ -89,6 +117,28 @@ def pages_of(kv_cache_config: Any) -> Pages:
             page_bytes=spec.page_size_bytes,
         )
     return pages
+
+
+_ATTENTION = {"FullAttentionSpec", "SlidingWindowSpec"}
+_OTHERS = {"RSWASpec", "SlidingWindowMLASpec"}  # which drop blocks between others, or have latents in a window
+
+
+def _check_attention(spec: Any) -> None:
+    if not _kinds(spec) & _ATTENTION or _kinds(spec) & _OTHERS:
+        raise Unsupported(
+            "KvpoolConnector supports layers that attend to all tokens, or with K and V to a window of them, and some "
+            f"layers are of {type(spec).__name__}"
+        )
+
+
+def _kinds(spec: Any) -> set[str]:
+    return {base.__name__ for base in type(spec).__mro__}
+
+
+def _page(spec: Any) -> tuple[Any, ...]:
+    """What two groups must have in common."""
+    latent = "MLAAttentionSpec" in _kinds(spec)
+    return latent, spec.block_size, spec.page_size_bytes, spec.num_kv_heads, spec.head_size, spec.dtype
 
 
 def adoption_of(pages: Pages, shape: Sequence[int], strides: Sequence[int]) -> Adoption:

@@ -13,9 +13,9 @@ from kvpool.engines.vllm.engine_pool import EnginePool
 from kvpool.engines.vllm.expected import Expected
 from kvpool.engines.vllm.outgoing import Outgoing
 from kvpool.engines.vllm.params import read
-from kvpool.engines.vllm.plans import LoadPlan, SavePlan, StepPlan, ids
+from kvpool.engines.vllm.plans import GroupBlocks, LoadPlan, SavePlan, StepPlan, ids, needed_from
 from kvpool.engines.vllm.pulls import Pulls
-from kvpool.engines.vllm.requests import Tracked, cacheable, namespace_of
+from kvpool.engines.vllm.requests import Tracked, cacheable, namespace_of, namespaces_of_groups
 from kvpool.engines.vllm.scheduler_index import SchedulerIndex
 
 __all__ = ["Planner"]
@@ -29,6 +29,7 @@ class Planner:
     Args:
         engine: Where loads and saves are carried out, or what is known of it.
         block_tokens: Tokens in a block.
+        groups: Groups of layers, each with its blocks.
         loads: Prompts are looked up.
         saves: Blocks are saved.
         async_load: Loads are carried out beside steps.
@@ -43,6 +44,7 @@ class Planner:
         engine: EnginePool | SchedulerIndex,
         block_tokens: int,
         *,
+        groups: int = 1,
         loads: bool = True,
         saves: bool = True,
         async_load: bool = False,
@@ -55,6 +57,7 @@ class Planner:
         self._expected, self._outgoing, self._pulls = expected, outgoing, pulls
         self._on_save = on_save
         self._block_tokens = block_tokens
+        self._groups = groups
         self._reads, self._writes = loads, saves
         self._async_load = async_load
         self._tracked: dict[str, Tracked] = {}
@@ -92,7 +95,7 @@ class Planner:
         tokens = tracked.tokens.first(request, request.num_tokens - 1)
         # In this order: what arrives after the look-up is not found by it.
         arrived = self._expected is not None and self._expected.has_arrived(request.request_id)
-        found = self._engine.pin(request.request_id, tokens, tracked.namespace)
+        found = self._engine.pin(request.request_id, tokens, self._namespaces(tracked))
         if self._expected is not None and not arrived:
             wanted = len(tokens) // self._block_tokens * self._block_tokens
             if self._expected.must_wait(request.request_id, max(found, computed), wanted):
@@ -109,45 +112,51 @@ class Planner:
         self._offered.add(request.request_id)
         return found - computed, self._async_load
 
-    def allocated(self, request: Any, blocks: Sequence[int], external: int) -> None:
+    def allocated(self, request: Any, blocks: GroupBlocks, external: int) -> None:
         """VLLM has blocks for the request: `external` tokens after its own are to be loaded into them."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None or not external:
             return
         first = tracked.local // self._block_tokens
-        into = ids(blocks[first : first + external // self._block_tokens])
+        end = first + external // self._block_tokens
         self._offered.discard(request.request_id)
         self._loads_now(request.request_id)
-        self._loads.append(LoadPlan(request.request_id, first, into))
-        self._loading[request.request_id] = into
+        loads = []
+        for group, of_group in enumerate(blocks):
+            begin = max(first, needed_from(of_group[:end]))
+            loads.append(LoadPlan(request.request_id, begin, ids(of_group[begin:end]), group=group))
+        self._loads += loads
+        self._loading[request.request_id] = np.concatenate([load.blocks for load in loads])
 
     def plan(
         self,
         scheduled: Mapping[str, int],
-        blocks_of: Callable[[str], Sequence[int]],
+        blocks_of: Callable[[str], GroupBlocks],
         copies_blocks: bool = False,
     ) -> StepPlan:
         """The plan of a step.
 
         Args:
             scheduled: Request ids, and how many tokens of each the step computes.
-            blocks_of: The block ids of a request.
+            blocks_of: The block ids of a request, for each group of layers.
             copies_blocks: vLLM itself copies blocks in this step.
         """
         self._release_offers()
         step = StepPlan(loads=self._loads)
         self._loads = []
         guarded = self._planned_saves or self._engine.saving or bool(self._engine.suspects)
+
+        def first_group(request_id: str) -> Sequence[int]:
+            return blocks_of(request_id)[0]
+
         for request_id, count in scheduled.items():
             tracked = self._tracked.get(request_id)
             if tracked is None:
                 continue
             if guarded:
                 self._note_writes(step, tracked, count, blocks_of(request_id))
-            save = self._save_of(tracked, count, blocks_of)
-            if save is not None:
-                step.saves.append(save)
-            send = None if self._outgoing is None else self._outgoing.plan(request_id, count, blocks_of)
+            step.saves += self._saves_of(tracked, count, blocks_of)
+            send = None if self._outgoing is None else self._outgoing.plan(request_id, count, first_group)
             if send is not None:
                 step.sends.append(send)
         if copies_blocks:
@@ -169,6 +178,12 @@ class Planner:
                 tracked.planned = tracked.local // self._block_tokens
                 if self._outgoing is not None:
                     self._outgoing.restart(request_id)
+
+    def failed_loads(self, requests: Iterable[str]) -> None:
+        """Loads of these requests have failed: as `failed`, where vLLM hears of requests and not of blocks."""
+        for request_id in requests:
+            if request_id in self._loading:
+                self.failed(self._loading[request_id].tolist())
 
     def answer(self, request_id: str) -> dict[str, Any] | None:
         """``kv_transfer_params`` of the request's answer: what another engine must know of the prompt."""
@@ -234,8 +249,8 @@ class Planner:
             self._engine.unpin(request_id)
         self._offered.clear()
 
-    def _save_of(self, tracked: Tracked, count: int, blocks_of: Callable[[str], Sequence[int]]) -> SavePlan | None:
-        """What is whole when the step has ended, if that is more than before.
+    def _saves_of(self, tracked: Tracked, count: int, blocks_of: Callable[[str], GroupBlocks]) -> list[SavePlan]:
+        """What is whole when the step has ended, if that is more than before: a plan for each group.
 
         Only tokens that are known: drafts may be rejected, and with asynchronous scheduling vLLM counts tokens as
         computed that nobody knows yet.
@@ -243,19 +258,26 @@ class Planner:
         request = tracked.request
         full = min(request.num_computed_tokens + count, request.num_tokens) // self._block_tokens
         if full <= tracked.planned or not tracked.writable:
-            return None
+            return []
         tracked.planned = full
         tokens = tracked.tokens.first(request, full * self._block_tokens)
-        save = SavePlan(request.request_id, tracked.namespace, tokens, ids(blocks_of(request.request_id)[:full]))
+        saves = []
+        for namespace, of_group in zip(self._namespaces(tracked), blocks_of(request.request_id), strict=True):
+            first = needed_from(of_group[:full])
+            saves.append(SavePlan(request.request_id, namespace, tokens, ids(of_group[first:full]), first=first))
         if self._on_save is not None:
-            self._on_save(request, save)
-        return save
+            self._on_save(request, saves[0])
+        return saves
 
-    def _note_writes(self, step: StepPlan, tracked: Tracked, count: int, blocks: Sequence[int]) -> None:
+    def _namespaces(self, tracked: Tracked) -> list[str]:
+        return namespaces_of_groups(tracked.namespace, self._groups)
+
+    def _note_writes(self, step: StepPlan, tracked: Tracked, count: int, blocks: GroupBlocks) -> None:
         """The step writes from the first token that is not computed on."""
         computed = tracked.request.num_computed_tokens
         first = computed // self._block_tokens
         assert step.written is not None
-        step.written.update(blocks[first:])
-        if self._engine.suspects:
-            self._engine.rewritten(blocks[first : (computed + count) // self._block_tokens])
+        for of_group in blocks:
+            step.written.update(of_group[first:])
+            if self._engine.suspects:
+                self._engine.rewritten(of_group[first : (computed + count) // self._block_tokens])

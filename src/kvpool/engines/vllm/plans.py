@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["LoadPlan", "SavePlan", "SendPlan", "StepPlan", "WorkerReport", "ids"]
+__all__ = [
+    "NULL_BLOCK",
+    "GroupBlocks",
+    "LoadPlan",
+    "SavePlan",
+    "SendPlan",
+    "StepPlan",
+    "WorkerReport",
+    "ids",
+    "needed_from",
+]
+
+
+GroupBlocks = Sequence[Sequence[int]]  # vLLM's blocks of a request, for each group of layers
+NULL_BLOCK = 0  # stands in the place of a block that a group does not need (sliding window)
 
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """A load of one request: blocks of its pinned match, from `first` on, into vLLM's `blocks`.
+    """A load of one request and one group: blocks of its pinned match, from `first` on, into vLLM's `blocks`.
 
     To workers in other processes goes, instead of `first`:
 
     Attributes:
+        group: Of layers.
         number: By which they report its end.
         source: Numbers of the blocks in DRAM, one for each of `blocks`; None: the match was given up.
     """
@@ -27,11 +42,12 @@ class LoadPlan:
     blocks: npt.NDArray[np.int64]
     number: int = 0
     source: npt.NDArray[np.int64] | None = None
+    group: int = 0
 
 
 @dataclass(frozen=True)
 class SavePlan:
-    """A prompt of whole blocks, and vLLM's blocks that hold it when the step has ended.
+    """A prompt of whole blocks, and vLLM's blocks of one group that hold it, from `first` on, when the step has ended.
 
     To workers in other processes goes, instead of the tokens:
 
@@ -46,6 +62,7 @@ class SavePlan:
     blocks: npt.NDArray[np.int64]
     number: int = 0
     target: npt.NDArray[np.int64] | None = None
+    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -98,12 +115,14 @@ class WorkerReport:
         loads: The numbers of loads, and at how many workers they have ended, well or not.
         saves: The same of saves.
         failed: Numbers of saves that were not carried out by some worker.
+        unfilled: vLLM's blocks that loads should have filled and did not.
         joins: How many workers have used their tickets, well or not.
     """
 
     loads: dict[int, int] = field(default_factory=dict)
     saves: dict[int, int] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
+    unfilled: set[int] = field(default_factory=set)
     joins: int = 0
 
     def add(self, other: WorkerReport) -> None:
@@ -112,6 +131,7 @@ class WorkerReport:
             for number, workers in theirs.items():
                 mine[number] = mine.get(number, 0) + workers
         self.failed |= other.failed
+        self.unfilled |= other.unfilled
         self.joins += other.joins
 
     def __bool__(self) -> bool:
@@ -122,3 +142,13 @@ class WorkerReport:
 def ids(blocks: Iterable[int]) -> npt.NDArray[np.int64]:
     """Block ids of vLLM as an array."""
     return np.fromiter(blocks, np.int64)
+
+
+def needed_from(blocks: Sequence[int]) -> int:
+    """How many of a group's first blocks vLLM has dropped. Those that it needs are the last ones, without a gap."""
+    if NULL_BLOCK not in blocks:
+        return 0
+    needed = 0
+    while blocks[-1 - needed] != NULL_BLOCK:
+        needed += 1
+    return len(blocks) - needed

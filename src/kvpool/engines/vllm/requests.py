@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["TokenArray", "Tracked", "cacheable", "namespace_of"]
+__all__ = ["TokenArray", "Tracked", "cacheable", "namespace_of", "namespaces_of_groups"]
 
 _NAMESPACE_MAX = 200  # characters; a longer one is known by its hash
 
@@ -58,6 +58,11 @@ def namespace_of(request: Any) -> str:
     adapter = [lora.lora_name, lora.lora_int_id] if lora else []
     name = json.dumps([request.cache_salt or "", adapter, features], ensure_ascii=True)
     return name if len(name) <= _NAMESPACE_MAX else hashlib.blake2b(name.encode(), digest_size=32).hexdigest()
+
+
+def namespaces_of_groups(namespace: str, groups: int) -> list[str]:
+    """Those of each group of layers: the same tokens are cached once for each. No other namespace has such a name."""
+    return [namespace, *(f"{namespace}#{group}" for group in range(1, groups))]
 
 
 @dataclass

@@ -13,7 +13,7 @@ says so, and refuses to load these blocks: they are forgotten at once, and free 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from kvpool import _core
 from kvpool.engines.vllm.figures import Figures
+from kvpool.engines.vllm.hits import Hits
 from kvpool.engines.vllm.plans import LoadPlan, SavePlan, StepPlan, WorkerReport
 from kvpool.errors import OutOfBlocks, PeerLost
 from kvpool.pool import Pool
@@ -70,7 +71,7 @@ class SchedulerIndex:
         self._workers = parallel.ranks
         self._tickets = {rank: pool.ranks.export(rank) for rank in range(self._workers)}  # not sent yet
         self._joining = self._workers  # that have not said whether they have joined
-        self._hits: dict[str, _core.Match] = {}
+        self._hits = Hits()
         self._loads: dict[int, _Load] = {}
         self._saves: dict[int, _Save] = {}
         self._restored: set[int] = set()
@@ -80,25 +81,18 @@ class SchedulerIndex:
 
     # ---- what the planner asks
 
-    def pin(self, request_id: str, tokens: npt.NDArray[np.int32], namespace: str) -> int:
+    def pin(self, request_id: str, tokens: npt.NDArray[np.int32], namespaces: Sequence[str]) -> int:
         """As EnginePool.pin."""
         self.unpin(request_id)
         try:
-            hit = self.pool.match(tokens, namespace)
+            return self._hits.find(request_id, tokens, namespaces, self.pool.match)
         except PeerLost as error:
             self._lose(error)
             return 0
-        if not hit.tokens:
-            hit.close()
-            return 0
-        self._hits[request_id] = hit
-        return hit.tokens
 
     def unpin(self, request_id: str) -> None:
         """As EnginePool.unpin."""
-        hit = self._hits.pop(request_id, None)
-        if hit is not None:
-            hit.close()
+        self._hits.close(request_id)
 
     def rewritten(self, blocks: Iterable[int]) -> None:
         """As EnginePool.rewritten; the workers learn it with the plan of the step."""
@@ -113,8 +107,7 @@ class SchedulerIndex:
 
     def clear(self) -> bool:
         """Drops all that is cached. What a load still needs is not found any more, and makes room later."""
-        for request_id in list(self._hits):
-            self.unpin(request_id)
+        self._hits.close_all()
         try:
             for save in self._saves.values():
                 self.pool.forget(save.addrs)
@@ -133,9 +126,9 @@ class SchedulerIndex:
 
     def close(self) -> None:
         """Closes the pool."""
-        for hit in [*self._hits.values(), *(load.hit for load in self._loads.values())]:
-            hit.close()
-        self._hits.clear()
+        self._hits.close_all()
+        for load in self._loads.values():
+            load.hit.close()
         self._loads.clear()
         self.pool.close()
 
@@ -152,6 +145,7 @@ class SchedulerIndex:
     def reported(self, report: WorkerReport) -> None:
         """Takes what has ended at workers."""
         self._joining -= report.joins
+        self.suspects |= report.unfilled
         for number, workers in report.loads.items():
             load = self._loads.get(number)
             if load is None:
@@ -175,7 +169,7 @@ class SchedulerIndex:
     # ----
 
     def _load(self, plan: LoadPlan) -> LoadPlan:
-        hit = self._hits.pop(plan.request_id, None)
+        hit = self._hits.take(plan.request_id, plan.group)
         self.suspects.difference_update(plan.blocks.tolist())  # until it fails
         self._last += 1
         if hit is None:
@@ -203,8 +197,12 @@ class SchedulerIndex:
     def _insert(self, plan: SavePlan) -> npt.NDArray[np.uint64]:
         """Caches what is not cached of a prompt, in blocks that are to be filled. Returns these."""
         with self.pool.match(plan.tokens, plan.namespace) as hit:
-            missing = len(plan.blocks) - hit.tokens // self._block_tokens
+            cached_blocks = hit.tokens // self._block_tokens
+            missing = plan.first + len(plan.blocks) - cached_blocks
             if not missing:
+                return hit.addrs[:0]
+            if cached_blocks < plan.first:  # what vLLM no longer has is not cached any more
+                self.figures.add(failed_saves=1)
                 return hit.addrs[:0]
             addrs = self.pool.alloc(missing, medium=DRAM)
             cached = np.concatenate([hit.addrs, addrs])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from kvpool.engines.vllm.layouts import Pages
 from kvpool.engines.vllm.options import Options
 from kvpool.errors import Unsupported
 
-__all__ = ["check_by_layer", "check_supported"]
+__all__ = ["check_by_layer", "check_cluster", "check_shared", "check_supported"]
 
 
 def check_supported(vllm_config: Any) -> None:
@@ -36,3 +38,26 @@ def check_by_layer(options: Options, one_process: bool, parallel: Any) -> None:
         )
     if getattr(parallel, "use_ubatching", False):
         raise Unsupported("by_layer does not work with micro-batches (--enable-dbo), which write a layer in two pieces")
+
+
+def check_cluster(options: Options) -> None:
+    """Raises Unsupported for options that a model with sliding windows or several groups of layers cannot have."""
+    if options.cluster:
+        raise Unsupported(
+            "KvpoolConnector supports the option cluster only for models whose layers all attend to all tokens: peers "
+            "do not know of blocks that vLLM has dropped. Leave it out"
+        )
+
+
+def check_shared(pages: Pages, kv_caches: Mapping[str, Any]) -> None:
+    """Raises Unsupported unless the groups share memory: a place in a block is the same one for the layers of each."""
+    for group in pages.groups:
+        for name, first in zip(group, pages.layers, strict=False):
+            one, other = kv_caches[name], kv_caches[first]
+            if (one.data_ptr(), one.shape, one.stride()) != (other.data_ptr(), other.shape, other.stride()):
+                raise Unsupported(
+                    "KvpoolConnector supports groups of KV layers whose pages are the same memory, and the tensors of "
+                    f"{name} and {first} differ: shapes {tuple(one.shape)} and {tuple(other.shape)}, strides "
+                    f"{tuple(one.stride())} and {tuple(other.stride())}, {abs(one.data_ptr() - other.data_ptr())} "
+                    "bytes apart"
+                )

@@ -125,6 +125,10 @@ class WorkerPool(EnginePool):
             self.damaged.update(plan.target.tolist())
             self._report.failed.add(plan.number)
 
+    def _load_failed(self, blocks: npt.NDArray[np.int64], error: Exception) -> None:
+        super()._load_failed(blocks, error)
+        self._report.unfilled.update(blocks.tolist())
+
     def _load_over(self, plan: LoadPlan) -> None:
         self._report.loads[plan.number] = 1
 
