@@ -254,9 +254,9 @@ $(SGLANG_VENV)/done: Makefile $(SGLANG_TESTS)/requirements.txt
 test-engines: $(DONE)/module-tests $(DONE)/package-dev $(VLLM_VENV)/done $(SGLANG_VENV)/done ## tests with inference engines, each in its own environment
 	$(call say,Tests with inference engines)
 	@mkdir -p $(REPORTS)
-	@$(BIN)/python -m pytest -q tests/engines --ignore tests/engines/transformers --ignore $(SGLANG_TESTS) --junitxml=$(REPORTS)/engines.xml
+	@$(BIN)/python -m pytest -q tests/engines --ignore tests/engines/transformers --ignore tests/engines/vllm/own_env --ignore $(SGLANG_TESTS) --junitxml=$(REPORTS)/engines.xml
 	@if test -e $(VLLM_VENV)/done; then PYTHONPATH=src:tests/python HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m pytest -q \
-	--noconftest -p fair_skips -p no:cacheprovider tests/engines/transformers --junitxml=$(REPORTS)/engines-transformers.xml; fi
+	--noconftest -p fair_skips -p no:cacheprovider tests/engines/transformers tests/engines/vllm/own_env --junitxml=$(REPORTS)/engines-transformers.xml; fi
 	@if test -e $(SGLANG_VENV)/done; then PYTHONPATH=src:tests/python:$(SGLANG_TESTS)/cpu SGLANG_USE_CPU_ENGINE=1 TORCHDYNAMO_DISABLE=1 \
 	HF_HUB_OFFLINE=1 $(SGLANG_VENV)/bin/python -m pytest -q --noconftest -p fair_skips -o filterwarnings= -p no:cacheprovider $(SGLANG_TESTS) \
 	--junitxml=$(REPORTS)/engines-sglang.xml; fi

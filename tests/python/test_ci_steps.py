@@ -30,9 +30,10 @@ def test_continuous_integration_runs_the_engines_in_their_own_environments():
     assert 'STEPS="$(TEST_STEPS) $(if $(KVPOOL_CI),$(CI_STEPS))"' in recipe_of("test")
     assert "export KVPOOL_CI=1" in (ROOT / ".ci" / "run").read_text()
     recipe = recipe_of("test-engines")
-    others = "--ignore tests/engines/transformers --ignore $(SGLANG_TESTS)"
+    in_vllms = ["tests/engines/transformers", "tests/engines/vllm/own_env"]
+    others = " ".join(f"--ignore {folder}" for folder in (*in_vllms, "$(SGLANG_TESTS)"))
     assert f"pytest -q tests/engines {others} --junitxml=$(REPORTS)/engines.xml" in recipe
-    assert "tests/engines/transformers --junitxml=$(REPORTS)/engines-transformers.xml" in recipe
+    assert f"{' '.join(in_vllms)} --junitxml=$(REPORTS)/engines-transformers.xml" in recipe
     assert re.search(r"\$\(SGLANG_TESTS\) \\?\s*--junitxml=\$\(REPORTS\)/engines-sglang.xml", recipe)
     assert "PYTEST_ARGS" not in recipe  # it names tests of the other calls
     without = re.findall(r"PYTHONPATH=(\S+)(?:(?!PYTHONPATH=)[^;])*--noconftest -p fair_skips", recipe)

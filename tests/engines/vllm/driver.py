@@ -26,14 +26,9 @@ class Driver:
         return {}
 
     def start(
-        self,
-        model: str,
-        extra: dict | None,
-        executor: str = "",
-        role: str = "kv_both",
-        shape: dict | None = None,
-        **more: Any,
-    ) -> dict:
+        self, model: str, extra: dict | None, executor: str = "", role: str = "kv_both", shape: dict | None = None,
+        connector: str = "KvpoolConnector", **more: Any,
+    ) -> dict:  # fmt: skip
         self.write_model(model, **shape or {})
         from vllm import LLM
         from vllm.config import KVTransferConfig
@@ -41,7 +36,7 @@ class Driver:
 
         if extra is not None:
             more["kv_transfer_config"] = KVTransferConfig(
-                kv_connector="KvpoolConnector",
+                kv_connector=connector,
                 kv_role=role,
                 kv_connector_extra_config=extra,
             )
@@ -115,6 +110,19 @@ class Driver:
         expected = scheduler.connector._planner._expected
         before, expected._timeout_s = expected._timeout_s, seconds
         return {"before": before}
+
+    def tier(self, what: str) -> dict:
+        """Does something with kvpool's tier below vLLM's own offloading; see inside_tier.py."""
+        import inside_tier
+
+        scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        return {"told": getattr(inside_tier, what)(scheduler.connector.connector_scheduler.manager)}
+
+    def stop_tier(self) -> dict:
+        core = self.llm.llm_engine.engine_core
+        (tier,) = core.engine_core.scheduler.connector.connector_scheduler.manager.secondary_tiers
+        core.shutdown()
+        return {"closed": tier._store.pool.closed, "jobs": sum(not job.done() for job in tier._jobs)}
 
     def metrics(self) -> dict:
         return {metric.name: metric.value for metric in self.llm.get_metrics() if hasattr(metric, "value")}

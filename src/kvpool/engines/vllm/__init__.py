@@ -3,8 +3,8 @@
 What a request has computed is copied to a pool in DRAM, block by block, and comes back when a prompt begins with it.
 
     register      vLLM's entry point: makes the name KvpoolConnector known
-    connector     vLLM's interface; the only module that imports vLLM
-    metrics       kvpool's figures in vLLM's log and in Prometheus; likewise
+    connector     vLLM's interface
+    metrics       kvpool's figures in vLLM's log and in Prometheus; these two, and tier, alone import vLLM
     planner       the scheduler's side: what each step loads and saves
     requests      what is remembered of a request: tokens, namespace
     plans         what the scheduler's side tells the worker's, and what workers report
@@ -15,6 +15,7 @@ What a request has computed is copied to a pool in DRAM, block by block, and com
     outgoing, sends     prompts that go to others: which blocks after which step; the transfers
     expected, arrivals  prompts that come from others: which requests wait for them; what has come
     scheduler_index, worker_pool   the same where workers are other processes: an index, and a pool for each worker
+    tier, tier_store    below vLLM's own offloading instead: a secondary tier of it, and its memory
     layouts       what a page of vLLM's tensors holds
     options       kv_connector_extra_config
 
@@ -25,20 +26,27 @@ from __future__ import annotations
 
 import contextlib
 
-__all__ = ["CONNECTOR", "TESTED", "register"]
+__all__ = ["CONNECTOR", "TESTED", "TIER", "register"]
 
 TESTED = "0.32"
 """Releases 0.32.x; the Makefile and docs/how-to/vllm.md name the same."""
 
 CONNECTOR = "KvpoolConnector"
 
+TIER = "kvpool"
+"""The ``type`` in ``secondary_tiers``."""
+
 
 def register() -> None:
-    """Makes the connector known to vLLM by name. vLLM calls it in each of its processes, at their start.
+    """Makes the connector and the tier known to vLLM by name. vLLM calls it in each of its processes, at their start.
 
-    The connector itself is imported when a configuration names it.
+    They themselves are imported when a configuration names them.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     with contextlib.suppress(ValueError):  # it is registered already
         KVConnectorFactory.register_connector(CONNECTOR, f"{__name__}.connector", CONNECTOR)
+    with contextlib.suppress(ValueError, ImportError):  # likewise, or a vLLM without secondary tiers
+        from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+        SecondaryTierFactory.register_tier(TIER, f"{__name__}.tier", "KvpoolTier")
