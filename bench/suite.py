@@ -57,6 +57,7 @@ BENCHES = {
     "dist-breakdown": "bench.distattention.breakdown",
     "dist-remote": "bench.distattention.remote",
     "vllm-ttft": "bench.engines.vllm_ttft",
+    "vllm-tiers": "bench.engines.vllm_tiers",
     "vllm-pd": "bench.engines.vllm_pd",
     "vllm-router": "bench.engines.vllm_router",
     "sim": "bench.sim.speed",

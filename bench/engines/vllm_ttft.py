@@ -28,7 +28,7 @@ _REQUEST_TARGET_US = 50.0
 class Process:
     """A process with an engine."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, module: str = "bench.engines.vllm_engine") -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
         environment |= {
             "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
@@ -37,7 +37,7 @@ class Process:
         }  # fmt: skip
         self._errors = (folder / "engine.log").open("a")
         self._process = subprocess.Popen(
-            [PYTHON, "-m", "bench.engines.vllm_engine"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            [PYTHON, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=self._errors, text=True, env=environment, cwd=ROOT,
         )  # fmt: skip
 

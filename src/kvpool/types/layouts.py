@@ -82,7 +82,7 @@ class KVLayout:
             divide heads differently. "NHD": tokens before heads, the default of vLLM and FlashInfer; then such a strip
             has one token.
         pages: "split": K and V of a layer are two pieces. "fused": they are one piece, each row of which holds K and
-            then V of a token of a head, as in vLLM on the CPU. Latent attention (MLA) is one head of
+            then V of a token of a head, as in vLLM with FlashAttention. Latent attention (MLA) is one head of
             ``head_dim = latent / 2``, fused.
     """
 

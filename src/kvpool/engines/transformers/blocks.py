@@ -42,13 +42,13 @@ class Blocks:
         """
         tokens = into.shape[1]
         whole = tokens // self._size * self._size
-        for memory, ids, at in self._runs(addrs[: whole // self._size]):
-            pages = memory[ids, layer, part]  # [block, head, token, dim]
+        for memory, ids, at in self._runs(addrs[: whole // self._size], part):
+            pages = memory[ids, layer]  # [block, head, token, dim]
             self._cut(into[:, :whole])[:, at] = pages.transpose(0, 1).to(into.device)
         if whole < tokens:
             last = addrs[whole // self._size : whole // self._size + 1]
-            for memory, ids, _ in self._runs(last):
-                into[:, whole:] = memory[ids[0], layer, part, :, : tokens - whole]
+            for memory, ids, _ in self._runs(last, part):
+                into[:, whole:] = memory[ids[0], layer, :, : tokens - whole]
 
     def write(self, addrs: npt.NDArray[np.uint64], layer: int, part: int, content: torch.Tensor) -> None:
         """Fills blocks that nobody reads yet.
@@ -60,12 +60,12 @@ class Blocks:
             content: [head, token, dim], of all their tokens.
         """
         pages = self._cut(content).transpose(0, 1)
-        for memory, ids, at in self._runs(addrs):
-            memory[ids, layer, part] = pages[at].to(memory.device)
+        for memory, ids, at in self._runs(addrs, part):
+            memory[ids, layer] = pages[at].to(memory.device)
 
     def wait(self, *others: torch.Tensor) -> None:
         """Returns when the GPUs' current streams have made all copies so far. On the CPU they are made already."""
-        for device in {tensor.device for tensor in (*self._memory.values(), *others)}:
+        for device in {tensor.device for tensor in (*(keys for keys, _ in self._memory.values()), *others)}:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
 
@@ -74,10 +74,13 @@ class Blocks:
         heads, _, dim = content.shape
         return content.view(heads, -1, self._size, dim)
 
-    def _runs(self, addrs: npt.NDArray[np.uint64]) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """For each medium: its memory, the numbers of the blocks there, and their positions in `addrs`."""
+    def _runs(
+        self, addrs: npt.NDArray[np.uint64], part: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """For each medium: its memory of K or V, the numbers of the blocks there, and their positions in `addrs`."""
         where = media(addrs)
-        for medium, memory in self._memory.items():
+        for medium, parts in self._memory.items():
+            memory = parts[part]
             at = np.flatnonzero(where == medium)
             if len(at):
                 yield memory, _indices(block_ids(addrs[at]), memory), torch.from_numpy(at)

@@ -10,11 +10,12 @@ from torch.utils.dlpack import from_dlpack
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from kvpool.engines.packing import CPU_COLUMNS, ROWS, unmarked
 from kvpool.errors import LayoutMismatch, Unsupported
 from kvpool.pool import Pool
 from kvpool.types import KVLayout, Medium
 
-__all__ = ["check_pool", "decoder_of", "layout_of", "memory_of"]
+__all__ = ["check_content", "check_pool", "decoder_of", "layout_of", "memory_of"]
 
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
@@ -78,29 +79,57 @@ def check_pool(pool: Pool, wanted: KVLayout) -> KVLayout:
     """The pool's layout, if its blocks hold what the model caches, whatever the order inside them.
 
     Raises:
-        LayoutMismatch: They hold something else.
+        LayoutMismatch: They hold something else; or pages that are packed in an unknown way.
     """
     layout = pool.kv_layout
     if not isinstance(layout, KVLayout):
         raise LayoutMismatch("the pool has blocks of raw bytes: make it with a KVLayout")
-    for field in ("layers", "kv_heads", "head_dim", "dtype"):
-        if getattr(layout, field) != getattr(wanted, field):
-            raise LayoutMismatch(
-                f"the pool's blocks have {field} {getattr(layout, field)}, and the model {getattr(wanted, field)}: "
-                f"{layout} against {wanted}"
-            )
+    check_content(layout, wanted, "the pool")
+    packing = unmarked(pool.settings.model)[1]
+    if packing != ROWS and (packing != CPU_COLUMNS or (layout.dims, layout.pages) != ("HND", "fused")):
+        raise LayoutMismatch(
+            f"the pool's blocks are pages of {packing}, packed inside in a way that kvpool cannot read: it reads rows "
+            f"of tokens, and pages of {CPU_COLUMNS}"
+        )
     return layout
 
 
-def memory_of(pool: Pool, medium: Medium) -> torch.Tensor:
-    """All blocks of a medium, a view of shape [block, layer, k/v, head, token, dim], whatever the layout.
+def check_content(layout: KVLayout, wanted: KVLayout, owner: str) -> None:
+    """Compares what blocks hold with what the model caches, whatever the order inside them, or the tokens of a block.
+
+    Args:
+        layout: Of the blocks.
+        wanted: Of the model.
+        owner: Whose blocks they are, for the message.
 
     Raises:
-        StateError: The memory is an engine's or in ranks, so that there is no such view.
+        LayoutMismatch: They hold something else.
+    """
+    for field in ("layers", "kv_heads", "head_dim", "dtype"):
+        if getattr(layout, field) != getattr(wanted, field):
+            raise LayoutMismatch(
+                f"the blocks of {owner} have {field} {getattr(layout, field)}, and the model {getattr(wanted, field)}: "
+                f"{layout} against {wanted}"
+            )
+
+
+def memory_of(pool: Pool, medium: Medium) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of all blocks of a medium: views of shape [block, layer, head, token, dim], whatever the layout.
+
+    Raises:
+        StateError: The memory is an engine's or in ranks, so that there are no such views.
     """
     layout = pool.kv_layout
     assert isinstance(layout, KVLayout)
     view: torch.Tensor = from_dlpack(pool.tensor(medium))
+    if unmarked(pool.settings.model)[1] == CPU_COLUMNS:  # [..., head, token, 2 * dim], for `check_pool` has seen to it
+        tokens, dim, outer = layout.block_tokens, layout.head_dim, view.shape[:3]
+        halves = view.view(*outer, 2, tokens * dim)
+        return halves[..., 0, :].view(*outer, dim, tokens).transpose(-1, -2), halves[..., 1, :].view(
+            *outer, tokens, dim
+        )
     if layout.pages == "fused":  # [..., 2 * dim]: a row is K, then V
-        view = view.view(*view.shape[:-1], 2, layout.head_dim).movedim(-2, 2)
-    return view.transpose(3, 4) if layout.dims == "NHD" else view
+        keys, values = view[..., : layout.head_dim], view[..., layout.head_dim :]
+    else:
+        keys, values = view.unbind(2)
+    return (keys.transpose(2, 3), values.transpose(2, 3)) if layout.dims == "NHD" else (keys, values)

@@ -14,11 +14,14 @@ import numpy.typing as npt
 import torch
 from transformers import Cache
 
+from kvpool.cluster import Cluster
 from kvpool.engines.transformers.blocks import Blocks
 from kvpool.engines.transformers.cache import KvpoolCache
 from kvpool.engines.transformers.generating import generate
 from kvpool.engines.transformers.layouts import check_pool, decoder_of, layout_of
+from kvpool.engines.transformers.pools import pool_beside, pool_in_dram
 from kvpool.engines.transformers.prompts import Prompts
+from kvpool.engines.transformers.sources import Sources, send
 from kvpool.errors import ArgumentError, Error, LayoutMismatch, OutOfBlocks, Unsupported
 from kvpool.pool import Pool
 
@@ -26,7 +29,6 @@ __all__ = ["PromptStore", "StoreCounts"]
 
 _log = logging.getLogger("kvpool.transformers")
 
-_GIB = 1 << 30
 _DRAM_GIB = 4.0
 
 
@@ -39,6 +41,8 @@ class StoreCounts:
         prompt_tokens: Their tokens.
         loaded_tokens: Of these, the ones that came from the pool.
         saved_tokens: Tokens that were copied to the pool.
+        fetched_tokens: Tokens that came from sources into the pool, before they were loaded.
+        failed_fetches: Prompts that a source should have given and did not.
         unsaved: Prompts that could not be saved, most because the pool had no room.
     """
 
@@ -46,6 +50,8 @@ class StoreCounts:
     prompt_tokens: int = 0
     loaded_tokens: int = 0
     saved_tokens: int = 0
+    fetched_tokens: int = 0
+    failed_fetches: int = 0
     unsaved: int = 0
 
 
@@ -60,16 +66,24 @@ class PromptStore:
         config: The model's configuration.
         dtype: That the model computes in; None: the pool's, which must be one of torch's.
         device: Where caches are made.
+        sources: Names of the pool's peers. They are asked, in this order, for what the pool lacks of a prompt.
 
     Raises:
         Unsupported: The model has an encoder, or a layer that does not keep keys and values of all tokens; or no such
             dtype.
         LayoutMismatch: The pool's blocks hold something else.
         StateError: The pool's memory is an engine's, or in ranks.
+        ArgumentTypeError: `sources` is no list of names.
     """
 
     def __init__(
-        self, pool: Pool, config: Any, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+        self,
+        pool: Pool,
+        config: Any,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+        sources: Sequence[str] = (),
     ) -> None:
         wanted_type = _type_of(pool) if dtype is None else dtype
         layout = check_pool(pool, layout_of(config, wanted_type, pool.kv_layout.block_tokens))
@@ -79,6 +93,7 @@ class PromptStore:
         self._device = torch.device(device)
         self._layout = layout
         self._blocks = Blocks(pool, layout)
+        self._sources = Sources(pool, sources, self._blocks.medium)
         self._owns = False
         self._lock = threading.Lock()  # of the counts
         self._counts = StoreCounts()
@@ -109,14 +124,52 @@ class PromptStore:
         """
         _check_one_device(model)
         layout = layout_of(model.config, model.dtype, block_tokens)
-        blocks = int(dram_gib * _GIB) // layout.block_bytes if dram_blocks is None else dram_blocks
-        if blocks < 1:
-            raise ArgumentError(
-                f"{dram_gib} GiB hold no block of {layout.block_bytes} bytes ({layout.block_tokens} tokens)"
-            )
-        pool = Pool(layout, dram_blocks=blocks, **settings)
+        pool = pool_in_dram(layout, dram_gib, dram_blocks, settings)
         try:
             store = cls(pool, model.config, dtype=model.dtype, device=model.device)
+        except BaseException:
+            pool.close()
+            raise
+        store._owns = True
+        return store
+
+    @classmethod
+    def beside(
+        cls,
+        model: Any,
+        cluster: Cluster,
+        member: str,
+        /,  # since a setting is called model, too
+        *,
+        dram_gib: float = _DRAM_GIB,
+        dram_blocks: int | None = None,
+        **settings: Any,
+    ) -> PromptStore:
+        """A store that shares prompts with another engine of the same model, such as a vLLM with the option `cluster`.
+
+        Its pool is a member of the cluster, and has the other's layout. What the other has of a prompt is fetched when
+        the prompt is loaded; see also `send`. `close` closes the pool.
+
+        Args:
+            model: On one device.
+            cluster: Joined for this store, and the caller's to close.
+            member: The name of the other engine, which is up.
+            dram_gib: Memory for it, in GiB.
+            dram_blocks: Or in blocks.
+            **settings: Fields of kvpool.Settings: ``name``, the store's in the cluster; ``model``, the same in all
+                engines with these weights; ``timeout_s``, for which a prompt waits for the other: 5, if not given.
+
+        Raises:
+            PeerLost: The cluster has no such member.
+            LayoutMismatch: The member's blocks hold something else than this model caches, of another type, or of other
+                weights according to the setting ``model``; the text says what differs.
+            Everything that `of` and `Pool.attach` raise.
+        """
+        _check_one_device(model)
+        wanted = layout_of(model.config, model.dtype, block_tokens=1)
+        pool = pool_beside(wanted, cluster, member, dram_gib, dram_blocks, settings)
+        try:
+            store = cls(pool, model.config, dtype=model.dtype, device=model.device, sources=[member])
         except BaseException:
             pool.close()
             raise
@@ -144,6 +197,7 @@ class PromptStore:
             repeat: Rows of the cache for each prompt: beams, or sequences to return.
         """
         cache = KvpoolCache(self, self._config, namespace)
+        fetched = self._sources.fetch([row[:-1] for row in prompts.rows], namespace)
         hits = self.pool.batch.match([row[:-1] for row in prompts.rows], namespace)
         try:
             loaded = prompts.common([hit.tokens for hit in hits])
@@ -155,7 +209,8 @@ class PromptStore:
         cache.loaded_tokens = loaded
         used = [max(0, loaded - padding) for padding in prompts.padding]
         self._count(
-            prompts=len(used), prompt_tokens=sum(len(row) for row in prompts.rows), loaded_tokens=sum(used)
+            prompts=len(used), prompt_tokens=sum(len(row) for row in prompts.rows), loaded_tokens=sum(used),
+            fetched_tokens=fetched.tokens, failed_fetches=fetched.failures,
         )  # fmt: skip
         return cache
 
@@ -229,12 +284,28 @@ class PromptStore:
         """
         return generate(self, model, input_ids, namespace, options)
 
+    def send(self, tokens: npt.ArrayLike, peer: str, *, namespace: str = "") -> int:
+        """Sends what the pool has of a prompt to a peer, which caches it in its DRAM.
+
+        Args:
+            tokens: Token ids, [token].
+            peer: Its name, such as that of the engine which the store stands beside.
+            namespace: As in `Pool.match`.
+
+        Returns:
+            How many tokens were sent; what the peer has is not.
+
+        Raises:
+            PeerLost, DeadlineExceeded, OutOfBlocks, ...: As `Pool.transfer_with_insert`.
+        """
+        return send(self.pool, peer, _ids(tokens), namespace)
+
     def counts(self) -> StoreCounts:
         """What it has done so far."""
         return self._counts
 
     def close(self) -> None:
-        """Closes the pool, if `of` made it. Caches stay valid. Idempotent."""
+        """Closes the pool, if `of` or `beside` made it. Caches stay valid. Idempotent."""
         if self._owns:
             self.pool.close()
 

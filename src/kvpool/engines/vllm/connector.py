@@ -33,11 +33,12 @@ from vllm.v1.executor.abstract import Executor  # noqa: E402
 from vllm.v1.executor.uniproc_executor import UniProcExecutor  # noqa: E402
 from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: E402
 
+from kvpool.engines import packing  # noqa: E402
 from kvpool.engines.vllm import engine_pool  # noqa: E402
 from kvpool.engines.vllm.engine_pool import EnginePool  # noqa: E402
 from kvpool.engines.vllm.expected import Expected  # noqa: E402
 from kvpool.engines.vllm.figures import Figures  # noqa: E402
-from kvpool.engines.vllm.layouts import adoption_of, divided, pages_of  # noqa: E402
+from kvpool.engines.vllm.layouts import adoption_of, divided, packing_of, pages_of  # noqa: E402
 from kvpool.engines.vllm.member_index import MemberIndex  # noqa: E402
 from kvpool.engines.vllm.member_pool import MemberPool  # noqa: E402
 from kvpool.engines.vllm.members import ROLES, Membership, secret_of  # noqa: E402
@@ -85,6 +86,7 @@ class Joined(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
     layout: KVLayout
     dram_blocks: int
+    packing: str
 
 
 class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -159,6 +161,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             engine_allocates=True,
             **self._options.settings,
         )
+        packing.declare(pool, parts[0].packing)  # before it is a member
         if self._options.cluster:
             self._index = MemberIndex(pool, self._join(pool), self._options.transfer_timeout_s)
         else:
@@ -242,6 +245,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             engine_allocates=True,
             **settings,
         )
+        packing.declare(pool, self._packing())
         stream = (lambda: torch.cuda.current_stream(device)) if device.type == "cuda" else None
         if not self._one_process:
             self._engine = WorkerPool(pool, self._pages.blocks, stream, self._options.worker_listen)
@@ -260,7 +264,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return None
         pool = self._engine.pool
         assert isinstance(pool.kv_layout, KVLayout)
-        return Joined(pool.kv_layout, pool.stats().dram.capacity)
+        return Joined(pool.kv_layout, pool.stats().dram.capacity, self._packing())
 
     def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
         """Called before each step: waits for the saves whose blocks the step writes."""
@@ -414,6 +418,9 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         except BaseException:
             pool.close()
             raise
+
+    def _packing(self) -> str:
+        return packing_of(self._vllm_config.compilation_config.static_forward_context[self._pages.layers[0]])
 
     def _worker(self) -> EnginePool:
         if self._engine is None:
