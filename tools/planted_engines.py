@@ -75,7 +75,7 @@ ENGINES_BUGS: Final = (
         "dropped-block-saved",
         "engines",
         "what stands in the place of a block that vLLM has dropped is cached as that block",
-        in_python("engines/vllm/planner.py", "needed_from(of_group[:full]) if windowed else 0", "0"),
+        in_python("engines/vllm/planner.py", "needed_from(of_group[:full])", "0"),
         _GROUPS,
         build="python",
     ),
