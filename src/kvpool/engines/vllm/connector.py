@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,10 +22,8 @@ check_version("vLLM", vllm.__version__, TESTED)  # before the imports that anoth
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
-    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.v1.executor.abstract import Executor  # noqa: E402
@@ -42,11 +39,12 @@ from kvpool.engines.vllm.layouts import adoption_of, divided, packing_of, pages_
 from kvpool.engines.vllm.member_index import MemberIndex  # noqa: E402
 from kvpool.engines.vllm.member_pool import MemberPool  # noqa: E402
 from kvpool.engines.vllm.members import ROLES, Membership, secret_of  # noqa: E402
+from kvpool.engines.vllm.metadata import Joined, StepMetadata, WorkerMetadata  # noqa: E402
 from kvpool.engines.vllm.metrics import KvpoolPromMetrics, KvpoolStats  # noqa: E402
 from kvpool.engines.vllm.options import Options  # noqa: E402
 from kvpool.engines.vllm.outgoing import Outgoing  # noqa: E402
 from kvpool.engines.vllm.planner import Planner  # noqa: E402
-from kvpool.engines.vllm.plans import SavePlan, StepPlan, WorkerReport  # noqa: E402
+from kvpool.engines.vllm.plans import SavePlan, StepPlan  # noqa: E402
 from kvpool.engines.vllm.pulls import Pulls  # noqa: E402
 from kvpool.engines.vllm.reported_events import ReportedEvents, wanted  # noqa: E402
 from kvpool.engines.vllm.scheduler_index import SchedulerIndex  # noqa: E402
@@ -59,34 +57,6 @@ from kvpool.types import KVLayout  # noqa: E402
 __all__ = ["KvpoolConnector"]
 
 _log = logging.getLogger("kvpool.engines.vllm")
-
-
-@dataclass
-class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not there for the type checker
-    """From the scheduler's connector to the worker's, once a step."""
-
-    plan: StepPlan
-
-
-@dataclass
-class WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """From the workers' connectors to the scheduler's, with the output of a step."""
-
-    report: WorkerReport = field(default_factory=WorkerReport)
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
-        """Adds what another worker says."""
-        self.report.add(other.report)
-        return self
-
-
-@dataclass
-class Joined(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """From a worker in another process to the scheduler, once: what its part of a block is, and its blocks of DRAM."""
-
-    layout: KVLayout
-    dram_blocks: int
-    packing: str
 
 
 class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
