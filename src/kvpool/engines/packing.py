@@ -8,11 +8,12 @@ other, and one that knows the packing can read the pages.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 
 from kvpool.pool import Pool
 
-__all__ = ["CPU_COLUMNS", "ROWS", "declare", "marked", "unmarked"]
+__all__ = ["CPU_COLUMNS", "ROWS", "declare", "joined", "marked", "unmarked"]
 
 ROWS = ""
 """Not packed: a row for each token, as the layout says."""
@@ -34,6 +35,21 @@ def unmarked(fingerprint: str) -> tuple[str, str]:
     return (fingerprint, ROWS) if found is None else (found[1], found[2])
 
 
+def joined(packings: Iterable[str]) -> str:
+    """One name for pages of which some are packed in one way and some in another."""
+    return "+".join(sorted(set(packings) - {ROWS}))
+
+
 def declare(pool: Pool, packing: str) -> None:
-    """Says how the pages of a pool are packed. REQUIRES: it has no peers yet, nor listens."""
-    pool.settings = replace(pool.settings, model=marked(pool.settings.model, packing))
+    """Says how the pages of a pool are packed. REQUIRES: it has no peers yet, nor listens.
+
+    An engine whose pages are not rows must call it: else others take its pages for rows.
+
+    Raises:
+        ArgumentError: The setting ``model`` is too long with the name of the packing. The pool is closed.
+    """
+    try:
+        pool.settings = replace(pool.settings, model=marked(pool.settings.model, packing))
+    except BaseException:
+        pool.close()
+        raise

@@ -15,10 +15,12 @@ import torch
 from engines.vllm_kit import Request
 
 import kvpool
+from kvpool.engines.packing import declare, marked, unmarked
 from kvpool.engines.vllm import TESTED, engine_pool, plans
 from kvpool.engines.vllm.figures import FIGURES, Figures
 from kvpool.engines.vllm.layouts import Pages, adoption_of, pages_of
 from kvpool.engines.vllm.options import GIB, Options
+from kvpool.engines.vllm.packings import packing_of
 from kvpool.engines.vllm.requests import TokenArray, namespace_of
 from kvpool.engines.vllm.supported import check_cluster, check_shared
 
@@ -333,3 +335,47 @@ def test_the_planner_knows_no_vllm():
     users = {file.name for file in folder.glob("*.py") if re.search(r"^\s*(import|from) vllm", file.read_text(), re.M)}
     assert users == {"__init__.py", "connector.py", "metadata.py", "metrics.py", "reported_events.py", "tier.py"}
     assert dataclasses.is_dataclass(plans.StepPlan)
+
+
+# ---- what is packed inside pages
+
+
+def layer(name, isa="", scale=None):
+    scales = {} if scale is None else {"_k_scale_float": scale, "_v_scale_float": 1.0}
+    return SimpleNamespace(
+        attn_backend=SimpleNamespace(get_name=lambda: name), **({"isa": isa} if isa else {}), **scales
+    )
+
+
+@pytest.mark.parametrize(
+    ("layers", "dtype", "mark"),
+    [
+        ([layer("FLASH_ATTN")], "auto", ""),
+        ([layer("FLASHINFER"), layer("TRITON_ATTN")], "auto", ""),
+        ([layer("FLASHMLA")], "auto", ""),
+        ([layer("CPU_ATTN", "vec")], "auto", "cpu_attn-vec"),
+        ([layer("CPU_ATTN", "vec16")], "auto", "cpu_attn-vec"),
+        ([layer("CPU_ATTN", "amx")], "auto", "cpu_attn-amx"),
+        ([layer("NEW_ATTN"), layer("FLASH_ATTN")], "auto", "new_attn"),
+        ([layer("FLASH_ATTN"), layer("NEW_ATTN"), layer("CPU_ATTN", "vec")], "auto", "cpu_attn-vec+new_attn"),
+        ([layer("FLASH_ATTN", scale=1.0)], "fp8", "fp8_e4m3"),
+        ([layer("FLASH_ATTN", scale=1.0)], "fp8_e5m2", "fp8_e5m2"),
+    ],
+)
+def test_the_packing_is_told_by_the_attention_of_all_layers_and_the_format(layers, dtype, mark):
+    assert packing_of(layers, dtype) == mark
+    if mark:
+        assert unmarked(marked("llama", mark)) == ("llama", mark)
+
+
+def test_pages_with_other_scales_are_other_pages():
+    marks = {packing_of([layer("FLASH_ATTN", scale=scale)], "fp8") for scale in (1.0, 0.5, 0.25)}
+    assert len(marks) == 3
+
+
+def test_a_packing_that_makes_the_fingerprint_too_long_is_refused():
+    small = kvpool.KVLayout(layers=1, kv_heads=1, head_dim=4, dtype="float32", block_tokens=4)
+    pool = kvpool.Pool(small, dram_blocks=2, model="m" * 250)
+    with pytest.raises(kvpool.ArgumentError, match="model"):
+        declare(pool, "cpu_attn-vec")
+    assert pool.closed

@@ -35,7 +35,7 @@ from kvpool.engines.vllm import engine_pool  # noqa: E402
 from kvpool.engines.vllm.engine_pool import EnginePool  # noqa: E402
 from kvpool.engines.vllm.expected import Expected  # noqa: E402
 from kvpool.engines.vllm.figures import Figures  # noqa: E402
-from kvpool.engines.vllm.layouts import adoption_of, divided, packing_of, pages_of  # noqa: E402
+from kvpool.engines.vllm.layouts import adoption_of, divided, pages_of  # noqa: E402
 from kvpool.engines.vllm.member_index import MemberIndex  # noqa: E402
 from kvpool.engines.vllm.member_pool import MemberPool  # noqa: E402
 from kvpool.engines.vllm.members import ROLES, Membership, secret_of  # noqa: E402
@@ -43,6 +43,7 @@ from kvpool.engines.vllm.metadata import Joined, StepMetadata, WorkerMetadata  #
 from kvpool.engines.vllm.metrics import KvpoolPromMetrics, KvpoolStats  # noqa: E402
 from kvpool.engines.vllm.options import Options  # noqa: E402
 from kvpool.engines.vllm.outgoing import Outgoing  # noqa: E402
+from kvpool.engines.vllm.packings import packing_of  # noqa: E402
 from kvpool.engines.vllm.planner import Planner  # noqa: E402
 from kvpool.engines.vllm.plans import SavePlan, StepPlan  # noqa: E402
 from kvpool.engines.vllm.pulls import Pulls  # noqa: E402
@@ -131,7 +132,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             engine_allocates=True,
             **self._options.settings,
         )
-        packing.declare(pool, parts[0].packing)  # before it is a member
+        packing.declare(pool, packing.joined(part.packing for part in parts))  # before it is a member
         if self._options.cluster:
             self._index = MemberIndex(pool, self._join(pool), self._options.transfer_timeout_s)
         else:
@@ -390,7 +391,9 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             raise
 
     def _packing(self) -> str:
-        return packing_of(self._vllm_config.compilation_config.static_forward_context[self._pages.layers[0]])
+        layers = self._vllm_config.compilation_config.static_forward_context
+        names = [name for group in self._pages.groups or (self._pages.layers,) for name in group]
+        return packing_of((layers[name] for name in names), self._vllm_config.cache_config.cache_dtype)
 
     def _worker(self) -> EnginePool:
         if self._engine is None:

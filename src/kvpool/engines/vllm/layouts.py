@@ -10,15 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from kvpool.engines.packing import ROWS
 from kvpool.errors import LayoutMismatch, Unsupported
 from kvpool.transfer import ParallelConfig
 from kvpool.types import KVLayout
 
-__all__ = ["Adoption", "Pages", "adoption_of", "packing_of", "pages_of"]
+__all__ = ["Adoption", "Pages", "adoption_of", "pages_of"]
 
-# The attention that keeps K and V of a token of a head as a row of its page, or a row each.
-_IN_ROWS = ("flash_attn", "triton_attn", "flex_attention")
 _DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "uint8", "int8")
 
 
@@ -166,17 +163,6 @@ def adoption_of(pages: Pages, shape: Sequence[int], strides: Sequence[int]) -> A
         f"elements of {pages.dtype} in any order that KvpoolConnector knows{_hint(pages, shape)}",
         shape=list(shape),
     )
-
-
-def packing_of(layer: Any) -> str:
-    """How pages are packed inside, by the name of the attention: see `kvpool.engines.packing`.
-
-    Args:
-        layer: Of vLLM: an ``Attention`` whose tensors exist.
-    """
-    name = str(layer.attn_backend.get_name()).lower()
-    kind = getattr(layer, "isa", "")  # on a CPU it depends on the machine and the type
-    return ROWS if name in _IN_ROWS else f"{name}-{kind}" if kind else name
 
 
 def divided(parts: Sequence[KVLayout], tp: int, kv_heads: int) -> tuple[KVLayout, ParallelConfig]:
