@@ -23,11 +23,11 @@ import numpy.typing as npt
 
 from kvpool import _core
 from kvpool.engines.vllm.figures import Figures
+from kvpool.engines.vllm.forgetting import forget_all
 from kvpool.engines.vllm.hits import Hits
 from kvpool.engines.vllm.plans import LoadPlan, SavePlan
 from kvpool.errors import DeadlineExceeded, Error, OutOfBlocks, StateError
 from kvpool.pool import Pool
-from kvpool.types import DRAM
 
 __all__ = ["EnginePool", "attach", "detach", "find", "wait_for"]
 
@@ -110,7 +110,7 @@ class EnginePool:
         return bool(self._saves)
 
     def clear(self) -> bool:
-        """Waits for all copies, and drops all that is cached. Returns whether nothing is left."""
+        """Waits for all copies, and drops all that is cached. False: a peer still reads what nobody finds any more."""
         for save in self._saves:
             wait_for(save.copy)
         for load in self._loads.values():
@@ -118,8 +118,7 @@ class EnginePool:
         self._reap_saves()
         self._reap_loads()
         self._hits.close_all()
-        while self.pool.evict(1 << 20, DRAM):
-            pass
+        forget_all(self.pool)
         return self.pool.stats().dram.historical == 0
 
     # ---- the worker's side

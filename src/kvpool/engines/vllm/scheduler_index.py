@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from kvpool import _core
 from kvpool.engines.vllm.figures import Figures
+from kvpool.engines.vllm.forgetting import forget_all
 from kvpool.engines.vllm.hits import Hits
 from kvpool.engines.vllm.plans import LoadPlan, SavePlan, StepPlan, WorkerReport
 from kvpool.errors import OutOfBlocks, PeerLost
@@ -106,15 +107,14 @@ class SchedulerIndex:
         return bool(self._saves)
 
     def clear(self) -> bool:
-        """Drops all that is cached. What a load still needs is not found any more, and makes room later."""
+        """Drops all that is cached. What a load or a peer still needs is not found any more, and makes room later."""
         self._hits.close_all()
         try:
             for save in self._saves.values():
                 self.pool.forget(save.addrs)
             for load in self._loads.values():
                 self.pool.forget(load.hit.addrs)
-            while self.pool.evict(1 << 20, DRAM):
-                pass
+            forget_all(self.pool)
         except PeerLost as error:
             self._lose(error)
         return True

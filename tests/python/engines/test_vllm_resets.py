@@ -1,0 +1,33 @@
+"""A reset while other engines use what is dropped: it is not found any more."""
+
+from __future__ import annotations
+
+import pytest
+from attach_kit import eventually
+from engines.test_vllm_pulls import saved, two_engines
+from engines.vllm_kit import Request, prompt
+from engines.vllm_workers_kit import OneWorker, WorkersEngine
+
+
+@pytest.mark.parametrize("kind", [OneWorker, WorkersEngine])
+@pytest.mark.parametrize("salt", [None, "salt"])
+def test_what_a_peer_holds_is_not_found_after_a_reset(url, kind, salt):
+    """VLLM's weights may be others by then."""
+    with two_engines(url, kind, OneWorker) as (owner, peer):
+        saved(owner, prompt(14), cache_salt=salt)
+        request = peer.start(Request("a", prompt(14), cache_salt=salt, kv_transfer_params={"kvpool": {"pull": "one"}}))
+        (asked,) = asks(peer, request)
+        assert asked.tokens == 12
+        assert not owner.planner.reset(), "the peer holds it"
+        assert owner.decode(Request("b", prompt(14), cache_salt=salt)) == 0
+        owner.advance()
+        peer.finish(request)
+        eventually(owner.planner.reset)
+        assert owner.decode(Request("c", prompt(14), cache_salt=salt)) == 0
+
+
+def asks(engine, request):
+    assert engine.planner.match(request, 0) == (None, False)
+    asked = engine.planner._pulls._pulls[request.request_id].asked
+    eventually(lambda: all(match.done() for match in asked))
+    return asked
