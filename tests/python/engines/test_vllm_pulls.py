@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -155,12 +155,18 @@ class Peers:
     def __init__(self, *answers: Answer):
         self.answers, self.fetches, self.figures = list(answers), [], Figures()
         self.pool = self.peers = self
+        self.asked: list[list[str]] = []
+        self.lost: set[str] = set()  # their connections
         self.kv_layout = SimpleNamespace(block_tokens=4)
 
-    def others(self) -> list[str]:
+    def others(self) -> Sequence[str]:
         return [answer.peer for answer in self.answers]
 
-    def match(self, peers: list[str], tokens: Any, namespace: str, **how: Any) -> list[Answer]:
+    def list(self) -> list[Any]:
+        return [SimpleNamespace(name=answer.peer) for answer in self.answers if answer.peer not in self.lost]
+
+    def match(self, peers: Sequence[str], tokens: Any, namespace: str, **how: Any) -> Sequence[Answer]:
+        self.asked.append(sorted(peers))
         assert how["wait"] is False
         assert 0 < how["timeout"] < how["hold"] <= 5
         return [answer for answer in self.answers if answer.peer in peers]
@@ -190,7 +196,7 @@ def test_a_request_waits_for_the_answers_and_for_the_fetch():
     assert pulls.must_wait("a", TOKENS, 0)
     (fetch,) = peers.fetches
     assert (fetch.peer, fetch.tokens) == ("long", 16)
-    assert not any(answer.closed for answer in peers.answers)  # the owner keeps it
+    assert [answer.closed for answer in peers.answers] == [True, False, True]  # the owner keeps it
     fetch.answered = True
     assert pulls.must_wait("a", TOKENS, 0)  # the cache is looked up once more
     assert all(answer.closed for answer in peers.answers)
@@ -237,3 +243,128 @@ def test_a_reset_ends_all():
     pulls.cancel()
     assert peers.answers[0].closed
     assert not pulls.must_wait("a", TOKENS, 0)
+
+
+def test_the_time_begins_when_the_request_is_looked_up():
+    """It may have waited for its turn before."""
+    peers, clock = Peers(Answer("one", 16)), Clock()
+    pulls = Pulls(peers, 5, True, clock)  # type: ignore[arg-type]
+    pulls.add("a", "")
+    clock.now += 6
+    assert pulls.must_wait("a", TOKENS, 0)
+    assert peers.asked == [["one"]]
+    clock.now += 5
+    assert not pulls.must_wait("a", TOKENS, 0)
+    assert peers.figures == {"failed_pulls": 1, "pull_wait_seconds": 5}
+
+
+def test_what_has_come_by_the_deadline_counts():
+    peers, clock = Peers(Answer("one", 16)), Clock()
+    pulls = pulls_of(peers, clock)
+    peers.answers[0].answered = True
+    assert pulls.must_wait("a", TOKENS, 0)
+    peers.fetches[0].answered = True
+    clock.now += 5
+    assert pulls.must_wait("a", TOKENS, 0)
+    assert not pulls.must_wait("a", TOKENS, 16)
+    assert (peers.figures["pulls"], "failed_pulls" in peers.figures) == (1, False)
+
+
+def test_nothing_is_fetched_from_whom_it_would_have_to_connect_to():
+    peers = Peers(Answer("long", 16), Answer("short", 8))
+    pulls = pulls_of(peers, Clock())
+    for answer in peers.answers:
+        answer.answered = True
+    peers.lost = {"long"}
+    assert pulls.must_wait("a", TOKENS, 0)
+    assert [fetch.peer for fetch in peers.fetches] == ["short"]
+    peers.lost = {"long", "short"}
+    pulls.add("b", "")
+    assert pulls.must_wait("b", TOKENS, 0)
+    assert not pulls.must_wait("b", TOKENS, 0)
+    assert len(peers.fetches) == 1
+
+
+def test_an_answer_that_covers_all_is_enough():
+    peers = Peers(Answer("silent", 0), Answer("one", 20))
+    pulls = pulls_of(peers, Clock())
+    peers.answers[1].answered = True
+    assert pulls.must_wait("a", TOKENS, 0)
+    assert [fetch.peer for fetch in peers.fetches] == ["one"]
+    assert [answer.closed for answer in peers.answers] == [True, False]
+
+
+@pytest.mark.parametrize("fetching", [False, True])
+def test_who_has_not_answered_is_not_asked_for_a_time(fetching):
+    hung = Answer("hung", 16, None if fetching else kvpool.DeadlineExceeded("the test says so"))
+    peers, clock = Peers(hung, Answer("one", 8)), Clock()
+    pulls = pulls_of(peers, clock)
+    for answer in peers.answers:
+        answer.answered = True
+    assert pulls.must_wait("a", TOKENS, 0)
+    if fetching:
+        peers.fetches[0].answered, peers.fetches[0].error = True, kvpool.DeadlineExceeded("the test says so")
+        assert pulls.must_wait("a", TOKENS, 0)
+    for request_id in "bc":
+        pulls.add(request_id, "")
+        assert pulls.must_wait(request_id, TOKENS, 0)
+        clock.now += 6
+    pulls.add("d", "", "hung")
+    assert pulls.must_wait("d", TOKENS, 0)
+    assert peers.asked == [["hung", "one"], ["one"], ["hung", "one"], ["hung"]]
+
+
+def test_a_member_alone_that_has_not_answered_costs_nothing():
+    peers = Peers(Answer("hung", 0, kvpool.DeadlineExceeded("the test says so")))
+    pulls = pulls_of(peers, Clock())
+    peers.answers[0].answered = True
+    assert not pulls.must_wait("a", TOKENS, 0)
+    pulls.add("b", "")
+    assert not pulls.must_wait("b", TOKENS, 0)
+    assert peers.asked == [["hung"]]
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_fetch_of_what_is_being_saved_here_is_tried_again(ends):
+    peers, clock = Peers(Answer("one", 16)), Clock()
+    pulls = pulls_of(peers, clock)
+    peers.answers[0].answered = True
+    for number in range(3):
+        assert pulls.must_wait("a", TOKENS, 0)
+        assert len(peers.fetches) == number + 1
+        peers.fetches[-1].answered, peers.fetches[-1].error = True, kvpool.Busy("the test says so")
+        assert pulls.must_wait("a", TOKENS, 0)
+    assert not peers.answers[0].closed
+    if not ends:
+        clock.now += 5
+        assert not pulls.must_wait("a", TOKENS, 0)
+        assert peers.figures["failed_pulls"] == 1
+        return
+    assert pulls.must_wait("a", TOKENS, 0)
+    peers.fetches[-1].answered = True
+    assert pulls.must_wait("a", TOKENS, 0)
+    assert not pulls.must_wait("a", TOKENS, 16)
+    assert peers.figures["pulls"] == 1
+
+
+def test_a_prompt_whose_beginning_is_being_saved_here_is_fetched(url):
+    with two_engines(url, OneWorker, WorkersEngine) as (owner, engine):
+        tokens = prompt(8) + [9] * 22
+        saved(owner, tokens)
+        other = engine.start(Request("other", prompt(8) + [5] * 5))
+        assert engine.admit(other)
+        engine.step({"other": 13})  # its save is under way
+        request = engine.start(Request("a", tokens, kv_transfer_params=FROM))
+        assert engine.planner.match(request, 0) == (None, False)
+        pull = engine.planner._pulls._pulls["a"]
+        eventually(lambda: pull.asked[0].done())
+        assert engine.planner.match(request, 0) == (None, False)
+        fetch = pull.fetch
+        eventually(fetch.done)
+        assert isinstance(fetch.exception(0), kvpool.Busy)
+        engine.pool.finish_all()
+        engine.step({})
+        eventually(lambda: engine.planner.match(request, 0) == (28, False))
+        assert engine.figures()["pulls"] == 1
+        engine.finish(request)
+        engine.finish(other)
