@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from attach_kit import eventually
 from engines.vllm_kit import Request, prompt
@@ -13,6 +14,7 @@ from engines.vllm_members_kit import TO
 from engines.vllm_workers_kit import OneApart, OneWorker, WorkersEngine
 
 import kvpool
+from kvpool.engines.vllm.plans import SendPlan
 
 SHAPES = {
     "two to one": (WorkersEngine, OneWorker),
@@ -250,3 +252,17 @@ def test_it_goes_on_until_all_is_saved_and_then_peers_find_it(two_to_one):
     peer = decode.pool._pool
     peer.fetch_with_insert("prefill-0", prompt(20), medium=kvpool.DRAM).wait(20)
     assert decode.decode(Request("b", prompt(20))) == 16
+
+
+def test_what_follows_a_send_that_nobody_asks_about_is_asked_about(two_to_one):
+    """A load has failed, and the prompt is computed again: the answer must know of the send that follows."""
+    sends = two_to_one[0].index._saved_sends
+    plan = SendPlan("a", "", np.arange(8, dtype=np.int32), np.arange(2), "nobody", "id", True)
+    sends.plan(plan, 5)
+    sends.forget("id")
+    sends.plan(plan, 6)
+    sends.begin(6)
+    assert not sends.failed("id")
+    sends.begin(7)
+    assert sends.failed("id")
+    sends.forget("id")

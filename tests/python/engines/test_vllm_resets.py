@@ -31,3 +31,23 @@ def asks(engine, request):
     asked = engine.planner._pulls._pulls[request.request_id].asked
     eventually(lambda: all(match.done() for match in asked))
     return asked
+
+
+@pytest.mark.parametrize("kind", [OneWorker, WorkersEngine])
+def test_a_prompt_that_is_computed_again_after_a_reset_is_sent_again(url, kind):
+    """The request was preempted before, as vLLM does with running requests if it is asked to."""
+    with two_engines(url, kind, OneWorker) as (prefill, decode):
+        request = prefill.start(Request("a", prompt(20), kv_transfer_params={"kvpool": {"to": "two"}}))
+        assert prefill.admit(request)
+        prefill.step({"a": 20})
+        prefill.advance()
+        eventually(lambda: decode.engine.arrived(prefill.planner.answer("a")["kvpool"]["id"]))
+        prefill.preempt(request)
+        eventually(prefill.planner.reset)
+        assert prefill.planner.answer("a") is None
+        assert prefill.admit(request)
+        prefill.step({"a": 20})
+        prefill.advance()
+        told = prefill.finish(request)
+        assert decode.decode(Request("b", prompt(20), kv_transfer_params=told)) == 16
+        assert prefill.figures()["sends"] == 2

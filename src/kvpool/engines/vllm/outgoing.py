@@ -93,10 +93,11 @@ class Outgoing:
             self._target.forget_send(prompt.id)
 
     def drop_computed(self) -> None:
-        """What has been computed so far is not sent any more."""
+        """What has been computed so far is not sent any more. What will be computed from the first token on is."""
         for request_id, prompt in list(self._prompts.items()):
-            if prompt.tracked.request.num_computed_tokens:
-                self.finish(request_id)
+            self.finish(request_id)
+            if not prompt.tracked.request.num_computed_tokens:  # under a new id: the receiver may have the old prompt
+                self._prompts[request_id] = _Prompt(prompt.tracked, prompt.peer)
 
     def announced(self, request_id: str) -> Announced | None:
         """What another engine must know of a prompt that was sent to it, or is being sent. None: it does not come."""

@@ -60,9 +60,7 @@ class SavedSends(Sends):
         ready = {each.plan.id: each for each in self._waiting if each.last_save < first_open}
         self._waiting = [each for each in self._waiting if each.last_save >= first_open]
         for each in ready.values():
-            self.send(each.plan)
-            if not each.asked_about:
-                self.forget(each.plan.id)
+            self._send_whole(each.plan, each.asked_about)
 
     def drop(self) -> None:
         """What waits for saves is not sent, and its receivers are told."""

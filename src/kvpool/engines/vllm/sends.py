@@ -222,7 +222,7 @@ class Sends:
         """Whether an earlier send of this prompt has not ended: what it sends the receiver does not skip yet."""
         return any(send.plan.id == number and not send.over for send in self._sends)
 
-    def _send_whole(self, plan: SendPlan) -> None:
+    def _send_whole(self, plan: SendPlan, asked_about: bool = True) -> None:
         self._reap()
         for earlier in self._sends:
             if earlier.plan.id == plan.id:
@@ -232,6 +232,7 @@ class Sends:
             return  # the next one sends it, too
         stream, until = self._stream(), time.monotonic() + self._timeout_s
         send = _Send(plan, lambda: self._transfer(plan, stream, until))
+        send.asked_about = asked_about
         self._sends.append(send)
         if not self._is_member(plan.peer):
             send.begin(PeerLost(f"there is no engine {plan.peer!r} in the cluster"))
