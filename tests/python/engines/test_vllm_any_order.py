@@ -40,6 +40,7 @@ def act(rng: random.Random, number: str, here: Any, there: Any, name: str, other
     what = rng.random()
     if what < 0.6:
         asked = Request("a" + number, tokens, kv_transfer_params={"kvpool": {"to": other}})
+        there.advance()  # a send waits for the receiver's saves of the same prompt
         told = here.prefill(asked, chunk=rng.choice([4, 7, 100]))
         here.advance()  # a failure is told, too
         there.decode(Request("b" + number, tokens, kv_transfer_params=told))

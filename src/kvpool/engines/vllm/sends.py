@@ -16,7 +16,7 @@ from kvpool.engines.vllm.figures import Figures
 from kvpool.engines.vllm.links import Links
 from kvpool.engines.vllm.params import letter
 from kvpool.engines.vllm.plans import SendPlan
-from kvpool.errors import DeadlineExceeded, Error, PeerLost
+from kvpool.errors import Busy, DeadlineExceeded, Error, PeerLost
 from kvpool.pool import Pool
 from kvpool.types import DRAM, KVLayout
 
@@ -26,20 +26,26 @@ _log = logging.getLogger("kvpool.engines.vllm")
 
 _STEP_S: Final = 120.0  # by layer, a send also lasts as long as the step computes
 _GRACE_S: Final = 0.2  # for which a step waits for a send that reads a block which the step writes
+_AGAIN_S: Final = 0.01  # after which a receiver that is busy is tried again
 _LOOK_S: Final = 1.0  # between two words in the log about a send that does not end
 
 
 class _Send:
-    """One transfer: not begun, under way, or over. It begins in the engine's thread, or in one that has connected."""
+    """One transfer: not begun, under way, or over. It begins in the engine's thread, or in one that has connected.
 
-    def __init__(self, plan: SendPlan, begin: Callable[[], _core.Transfer]) -> None:
+    Until a time it is tried again when the receiver is busy: it is saving a block of the same prompt, say.
+    """
+
+    def __init__(self, plan: SendPlan, begin: Callable[[], _core.Transfer], until: float = 0.0) -> None:
         self.plan = plan
         self.blocks = frozenset(plan.blocks.tolist())
         self.transfer: _core.Transfer | None = None
         self.error: Exception | None = None
         self.dropped = False
         self.asked_about = True  # somebody may still want to know whether it has failed
+        self.again_at: float | None = None  # it is to begin once more
         self._begin = begin
+        self._until = until
         self._lock = threading.Lock()  # it begins or is dropped, never both
 
     @property
@@ -60,6 +66,24 @@ class _Send:
                 except Error as refused:
                     error = refused
             self.error = error
+
+    def retry(self, begin: Callable[[], _core.Transfer], until: float) -> None:
+        """It may be tried again in this way until then."""
+        self._begin, self._until = begin, until
+
+    def settle(self) -> None:
+        """REQUIRES: it is over. Keeps its error; or it is to begin again, and is not over, since that was Busy."""
+        if self.error is None and self.transfer is not None:
+            self.error = self.transfer.exception(0)
+        now = time.monotonic()
+        if isinstance(self.error, Busy) and not self.dropped and now + _AGAIN_S < self._until:
+            self.transfer = self.error = None
+            self.again_at = now + _AGAIN_S
+
+    def give_up(self) -> None:
+        """It shall not begin, if it has not yet, nor again."""
+        self._until = 0.0
+        self.drop()
 
     def drop(self) -> None:
         """It shall not begin, if it has not yet."""
@@ -159,6 +183,8 @@ class Sends:
         self._send_computed(layers)
         if layers.stream is not None:
             layers.stream.finish()
+        stream, until = self._stream(), time.monotonic() + self._timeout_s
+        layers.send.retry(lambda: self._transfer(plan, stream, until), until)
 
     def refuse(self, plan: SendPlan) -> None:
         """Its blocks are not what they should be: nothing is sent."""
@@ -170,9 +196,7 @@ class Sends:
 
     def await_writes(self, written: set[int] | None) -> None:
         """Waits for the sends that read one of the blocks; None: any. What has not begun is given up."""
-        waiting = [
-            send for send in self._sends if not send.over and (written is None or not send.blocks.isdisjoint(written))
-        ]
+        waiting = [send for send in self._sends if written is None or not send.blocks.isdisjoint(written)]
         if not waiting:
             return
         began = time.perf_counter()
@@ -231,15 +255,19 @@ class Sends:
         if not plan.last and self._under_way(plan.id):
             return  # the next one sends it, too
         stream, until = self._stream(), time.monotonic() + self._timeout_s
-        send = _Send(plan, lambda: self._transfer(plan, stream, until))
+        send = _Send(plan, lambda: self._transfer(plan, stream, until), until)
         send.asked_about = asked_about
         self._sends.append(send)
-        if not self._is_member(plan.peer):
-            send.begin(PeerLost(f"there is no engine {plan.peer!r} in the cluster"))
-        elif self._links.connected(plan.peer):
+        self._begin(send)
+
+    def _begin(self, send: _Send) -> None:
+        peer = send.plan.peer
+        if not self._is_member(peer):
+            send.begin(PeerLost(f"there is no engine {peer!r} in the cluster"))
+        elif self._links.connected(peer):
             send.begin()
         else:
-            self._links.connect(plan.peer, send.begin)
+            self._links.connect(peer, send.begin)
 
     def _transfer(self, plan: SendPlan, stream: Any, until: float) -> _core.Transfer:
         """Begins, perhaps after some time for a connection."""
@@ -274,7 +302,7 @@ class Sends:
 
     def _end(self, send: _Send) -> None:
         """Returns when nothing reads the send's blocks: soon, if the receiver works, and then in any case."""
-        send.drop()
+        send.give_up()
         if send.transfer is None:
             return
         began = time.perf_counter()
@@ -289,14 +317,17 @@ class Sends:
                 wait_s = _LOOK_S
 
     def _reap(self) -> None:
-        """Counts the sends that are over."""
+        """Counts the sends that are over, and begins again those that are to."""
         left = []
         for send in self._sends:
+            if send.over:
+                send.settle()
             if not send.over:
                 left.append(send)
+                if send.again_at is not None and send.again_at <= time.monotonic():
+                    send.again_at = None
+                    self._begin(send)
                 continue
-            if send.error is None and send.transfer is not None:
-                send.error = send.transfer.exception(0)
             if send.error is not None or send.dropped:
                 self._send_failed(send)
             elif send.transfer is not None:
