@@ -63,11 +63,17 @@ class SavedSends(Sends):
             self._send_whole(each.plan, each.asked_about)
 
     def drop(self) -> None:
-        """What waits for saves is not sent, and its receivers are told."""
+        """Nothing of what was saved so far is sent any more, and its receivers are told. Does not wait.
+
+        What a send reads is pinned, and stays as it is until the send has ended.
+        """
         for each in self._waiting:
             if each.plan.last:
                 self._tell_failure(each.plan)
         self._waiting.clear()
+        for send in self._sends:
+            send.give_up()
+            send.cancel()
 
     @property
     def busy(self) -> bool:

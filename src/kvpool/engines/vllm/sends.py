@@ -71,7 +71,7 @@ class _Send:
         """It may be tried again in this way until then."""
         self._begin, self._until = begin, until
 
-    def settle(self) -> None:
+    def note_end(self) -> None:
         """REQUIRES: it is over. Keeps its error; or it is to begin again, and is not over, since that was Busy."""
         if self.error is None and self.transfer is not None:
             self.error = self.transfer.exception(0)
@@ -321,7 +321,7 @@ class Sends:
         left = []
         for send in self._sends:
             if send.over:
-                send.settle()
+                send.note_end()
             if not send.over:
                 left.append(send)
                 if send.again_at is not None and send.again_at <= time.monotonic():
