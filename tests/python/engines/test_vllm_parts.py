@@ -22,7 +22,7 @@ from kvpool.engines.vllm.layouts import Pages, adoption_of, pages_of
 from kvpool.engines.vllm.options import GIB, Options
 from kvpool.engines.vllm.packings import packing_of
 from kvpool.engines.vllm.requests import TokenArray, namespace_of
-from kvpool.engines.vllm.supported import check_cluster, check_shared
+from kvpool.engines.vllm.supported import check_cluster, check_shared, check_supported
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -155,6 +155,16 @@ def test_groups_of_layers_have_one_page():
     )  # of a pipeline, without layers of a group
     assert pages_of(stage).windowed == (True, False)
     assert [pages_of(one).begins_anew for one in (two, alone, stage, config())] == [True, True, True, False]
+
+
+def test_workers_on_several_machines_are_refused_in_a_cluster():
+    parallel = SimpleNamespace(prefill_context_parallel_size=1, decode_context_parallel_size=1, nnodes_within_dp=2)
+    config = SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(enable_sleep_mode=False))
+    check_supported(config, Options())
+    with pytest.raises(kvpool.Unsupported, match="on 2"):
+        check_supported(config, Options(cluster="local://demo"))
+    parallel.nnodes_within_dp = 1
+    check_supported(config, Options(cluster="local://demo"))
 
 
 def test_models_with_windows_are_refused_in_a_cluster():

@@ -65,7 +65,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     Raises:
         Unsupported: Layers that keep anything but K and V; groups of layers with unequal pages; several groups in a
-            cluster; context parallelism; sleep mode.
+            cluster; workers on several machines in a cluster; context parallelism; sleep mode.
         ArgumentError, ArgumentTypeError: ``kv_connector_extra_config`` is wrong.
         OutOfMemory: The machine does not have the memory for the cache.
         LayoutMismatch: vLLM's tensors are not what its configuration says.
@@ -81,7 +81,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._options = Options.parse(transfer.kv_connector_extra_config).of_engine(self._engine_id)
         # With steps in flight ahead of their outputs, vLLM would compute on what a failed load has left.
         self._async_load = self._options.async_load or vllm_config.max_concurrent_batches > 1
-        check_supported(vllm_config)
+        check_supported(vllm_config, self._options)
         self._workers: int = parallel.world_size
         self._rank: int = parallel.rank
         self._tp: int = parallel.tensor_parallel_size

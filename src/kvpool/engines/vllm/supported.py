@@ -12,13 +12,18 @@ from kvpool.errors import Unsupported
 __all__ = ["check_by_layer", "check_cluster", "check_shared", "check_supported"]
 
 
-def check_supported(vllm_config: Any) -> None:
-    """Raises Unsupported for what no option changes."""
+def check_supported(vllm_config: Any, options: Options) -> None:
+    """Raises Unsupported for what vLLM is told to do, whatever the model is."""
     parallel = vllm_config.parallel_config
     if parallel.prefill_context_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
         raise Unsupported("KvpoolConnector does not support context parallelism: workers would hold parts of tokens")
     if vllm_config.model_config.enable_sleep_mode:
         raise Unsupported("KvpoolConnector does not support sleep mode: vLLM would unmap blocks that the pool reads")
+    if options.cluster and parallel.nnodes_within_dp > 1:
+        raise Unsupported(
+            "KvpoolConnector supports the option cluster only where all workers of an engine are on one machine, and "
+            f"these are on {parallel.nnodes_within_dp}. Leave it out"
+        )
 
 
 def check_by_layer(options: Options, one_process: bool, parallel: Any) -> None:
