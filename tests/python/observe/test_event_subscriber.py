@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
+import threading
 import time
 
 import pytest
+import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit import BLOCK, prompt, small_pool, store
-from observe.event_kit import DEADLINE, QUICK, Stalled, agrees, eventually, follow, quick
+from observe.event_kit import DEADLINE, END, QUICK, Stalled, agrees, eventually, follow, quick
 
 import kvpool
 from kvpool import DRAM, InstanceIndex
-from kvpool.observe.events import EventSubscriber
+from kvpool.observe.events import BlockStored, EventBatch, EventSubscriber, encode
 
 
 @pytest.fixture
@@ -157,6 +160,133 @@ def test_a_closed_pool_is_not_kept_alive():
         pool.close()
         eventually(lambda: not index.blocks(1))
         eventually(lambda: publisher.closed)
+
+
+class Numbered:
+    """A publisher as vLLM's: its numbers begin at 0, and it repeats what it has published."""
+
+    def __init__(self, endpoint, replay_endpoint=None):
+        self.kept = []
+        self._context = zmq.Context()
+        self._out = self._bound(zmq.PUB, endpoint)
+        self._asked = None if replay_endpoint is None else self._bound(zmq.ROUTER, replay_endpoint)
+
+    def _bound(self, kind, endpoint):
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.IPV6, 1)
+        socket.bind(endpoint)
+        return socket
+
+    def publish(self, payload, number=None):
+        number = len(self.kept) if number is None else number
+        self.kept.append(payload)
+        self._out.send_multipart([b"", number.to_bytes(8, "big"), payload])
+
+    def answer(self):
+        """Answers the next question."""
+        assert self._asked.poll(DEADLINE * 1000)
+        who, _, start = self._asked.recv_multipart()
+        for number, payload in enumerate(self.kept):
+            if number >= int.from_bytes(start, "big"):
+                self._asked.send_multipart([who, b"", number.to_bytes(8, "big"), payload])
+        self._asked.send_multipart([who, b"", END, b""])
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._context.destroy(linger=0)
+
+
+def batch(*names):
+    """The blocks of these names are stored, each at the start of a prompt."""
+    return encode(EventBatch(0.0, [BlockStored([each], None, prompt(1, each), BLOCK) for each in names]))
+
+
+def heard(publisher, subscriber, index, number=0):
+    """Publishes a block until it arrives: a subscription takes effect some time after it was made."""
+
+    def holds():
+        publisher.publish(batch(99), number)
+        time.sleep(0.02)
+        return index.blocks(1)
+
+    eventually(holds)
+
+
+def test_a_publisher_that_is_gone_is_noticed_and_another_one_in_its_place_is_not_taken_for_it(tmp_path):
+    index, addresses = InstanceIndex(BLOCK), (f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay")
+    with EventSubscriber(index, 1, *addresses, **QUICK) as subscriber:
+        with Numbered(*addresses) as first:
+            first.kept = [batch(1), batch(2)]
+            first.answer()
+            subscriber.wait_synced(DEADLINE)
+            assert index.blocks(1) == 2
+        eventually(lambda: not subscriber.synced)
+        with Numbered(*addresses) as second:  # which has got further meanwhile
+            second.kept = [batch(each) for each in range(3, 8)]
+            second.answer()
+            subscriber.wait_synced(DEADLINE)
+            assert index.blocks(1) == 5
+            assert not index.match(prompt(1, 1))
+
+
+def test_a_batch_that_cannot_be_read_may_have_removed_anything(tmp_path):
+    index, endpoint = InstanceIndex(BLOCK), f"ipc://{tmp_path}/events"
+    with EventSubscriber(index, 1, endpoint, **QUICK) as subscriber, Numbered(endpoint) as publisher:
+        heard(publisher, subscriber, index)
+        number = 1
+        publisher.publish(b"odd", number)
+        eventually(lambda: subscriber.malformed == 1)
+        assert index.blocks(1) == 0
+        publisher.publish(batch(3), number + 1)
+        eventually(lambda: index.blocks(1) == 1)
+
+
+def test_numbers_beyond_63_bits_are_ignored(tmp_path):
+    index, endpoint = InstanceIndex(BLOCK), f"ipc://{tmp_path}/events"
+    with EventSubscriber(index, 1, endpoint, **QUICK) as subscriber, Numbered(endpoint) as publisher:
+        heard(publisher, subscriber, index)
+        for number in (1 << 63, (1 << 64) - 1):
+            publisher.publish(batch(3), number)
+        eventually(lambda: subscriber.malformed == 2)
+        publisher.publish(batch(4), 1)
+        eventually(lambda: index.blocks(1) == 2)
+        assert not subscriber.failed
+
+
+def test_a_publisher_at_an_address_of_ipv6():
+    index = InstanceIndex(BLOCK)
+    try:
+        with socket.socket(socket.AF_INET6) as free:
+            free.bind(("::1", 0))
+            endpoint = f"tcp://[::1]:{free.getsockname()[1]}"
+    except OSError:
+        pytest.skip("no IPv6 here")
+    with EventSubscriber(index, 1, endpoint, **QUICK) as subscriber, Numbered(endpoint) as publisher:
+        heard(publisher, subscriber, index)
+
+
+def test_an_error_ends_it_and_says_so(tmp_path, monkeypatch):
+    index, endpoint = InstanceIndex(BLOCK), f"ipc://{tmp_path}/events"
+    with EventSubscriber(index, 1, endpoint, **QUICK) as subscriber, Numbered(endpoint) as publisher:
+        heard(publisher, subscriber, index)
+        assert subscriber.synced
+        monkeypatch.setattr("kvpool.observe.events.subscriber.decode", None)
+        publisher.publish(batch(3), 1)
+        eventually(lambda: subscriber.failed)
+        eventually(lambda: not subscriber.synced)
+
+
+def test_a_subscriber_that_cannot_begin_leaves_no_file_open(monkeypatch):
+    def refused(*_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(RuntimeError, match="new thread"):
+        EventSubscriber(InstanceIndex(BLOCK), 1, "tcp://127.0.0.1:1")
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_forked_child_may_close_its_parents_subscriber(pool):

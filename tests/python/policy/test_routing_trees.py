@@ -42,6 +42,20 @@ def test_only_what_a_failed_request_taught_is_taken_back():
     assert tree.blocks(1) == 5
 
 
+def test_a_failed_request_does_not_take_back_what_events_have_taught():
+    fleet = Fleet(1, learn_at="dispatch")
+    fleet.scheduler.set_by_events(1, True)
+    tree = fleet.scheduler.tree(Kind.COLOCATED)
+    failing = fleet.route(prompt(5))
+    fleet.scheduler.apply(1, StoredEvent(1, "", prompt(5), 0, np.empty(0, np.uint64)))
+    fleet.scheduler.failed(failing.ticket)  # the client left before the first byte
+    assert tree.blocks(1) == 5
+    fleet.scheduler.set_by_events(1, False)
+    untold = fleet.route(prompt(7))
+    fleet.scheduler.failed(untold.ticket)
+    assert tree.blocks(1) == 5
+
+
 def test_prompts_unused_for_their_time_to_live_are_forgotten():
     fleet = Fleet(2, ttl_s=60.0)
     fleet.hold(1, prompt(4))

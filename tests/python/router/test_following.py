@@ -6,6 +6,7 @@ The instances are fakes, and a pool beside each publishes what is cached there.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import socket
 from collections.abc import Iterator
@@ -15,10 +16,11 @@ import numpy as np
 import pytest
 from kit import BLOCK, small_pool, store
 from router.router_kit import Fake, Running, eventually, fakes, logged, routing
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
+import kvpool.observe.events
 from kvpool import Pool, cli
-from kvpool.control.router import EventsSpec, InstanceSpec, RouterSettings, tokenizing
+from kvpool.control.router import EventsSpec, InstanceSpec, RouterSettings, token_source, tokenizing, upstream
 from kvpool.errors import ArgumentError
 from kvpool.observe.events import EventPublisher
 
@@ -206,14 +208,50 @@ def test_an_address_that_zmq_refuses_costs_the_events_alone():
         assert [each for each in records if each.getMessage() == "instance not followed"]
 
 
+def test_following_that_fails_is_tried_again_and_costs_the_events_alone(monkeypatch):
+    real, failing = kvpool.observe.events.EventSubscriber, True
+
+    def subscriber(*arguments: Any) -> Any:
+        if failing:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real(*arguments)
+
+    monkeypatch.setattr(kvpool.observe.events, "EventSubscriber", subscriber)
+    with logged() as records, fakes("a", "b") as two, caches("a") as cached:
+        settings = {"block_tokens": BLOCK, "policy": "longest-prefix", "warmup_s": 0.0, "cap": 1000.0}
+        with routing(*two, events={"a": cached["a"].spec}, **settings) as running:
+            assert running.states()["a"]["events"] is None
+            home = running.where([7] * 40)
+            assert running.where([7] * 40) == home  # by what the router has sent where
+            failing = False
+            eventually(lambda: (running.states()["a"]["events"] or {}).get("synced"))
+            whole = cached["a"].store([8] * 40)
+            eventually(lambda: blocks(running, "a") * BLOCK >= whole)
+            assert running.where([8] * 40) == "a"
+    assert len([each for each in records if each.getMessage() == "instance not followed"]) == 1
+    assert not [each for each in records if each.levelno >= logging.ERROR]
+
+
+def test_an_instance_whose_thread_has_failed_is_followed_anew(monkeypatch):
+    with fakes("a") as one, caches("a") as cached, followed(one, cached) as running:
+        whole = cached["a"].store([7] * 40)
+        eventually(lambda: blocks(running, "a") * BLOCK == whole)
+        monkeypatch.setattr(kvpool.observe.events.subscriber, "decode", None)  # which ends the thread
+        cached["a"].store([8] * 40)
+        eventually(lambda: blocks(running, "a") == 0)
+        monkeypatch.undo()
+        eventually(lambda: blocks(running, "a") * BLOCK == 2 * whole)
+
+
 # ---- when tokens are not to be had
 
 
 @pytest.fixture
 def long_pauses(monkeypatch):
     """No pause ends while a test runs, however busy the machine is."""
-    monkeypatch.setattr(tokenizing, "_PAUSE_S", 600.0)
-    monkeypatch.setattr(tokenizing, "_LONG_PAUSE_S", 600.0)
+    monkeypatch.setattr(token_source, "PAUSE_S", 600.0)
+    monkeypatch.setattr(token_source, "_PAUSE_MAX_S", 600.0)
+    monkeypatch.setattr(upstream, "_ASK_LATE_S", 600.0)
 
 
 def lower(fake: Fake) -> list[dict[str, str]]:
@@ -221,24 +259,60 @@ def lower(fake: Fake) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("answer", "reason", "again"),
+    ("answer", "reason", "asked"),
     [
-        (lambda fields: Response(status_code=400), "refused", True),  # that may lie in the prompt
-        (lambda fields: Response(status_code=404), "refused", False),
-        (lambda fields: Response(status_code=500), "refused", False),
-        (lambda fields: {"tokens": "none"}, "wrong", False),
-        (lambda fields: {"tokens": [7] * 1_000_000}, "failed", False),  # far more than the prompt can have
+        (lambda fields: Response(status_code=400), "refused", 5),  # that may lie in the prompt
+        (lambda fields: JSONResponse({"error": {"message": "no such model"}}, 404), "refused", 5),
+        (lambda fields: JSONResponse({"detail": "Not Found"}, 404), "refused", 1),
+        (lambda fields: Response(status_code=500), "refused", 3),  # other questions fail, too
+        (lambda fields: {"tokens": "none"}, "wrong", 3),
+        (lambda fields: {"tokens": [7] * 60_000}, "wrong", 3),  # more than the prompt can have
+        (lambda fields: {"tokens": [7] * 1_000_000}, "failed", 3),
     ],
 )
-def test_without_tokens_prompts_are_routed_as_before(answer, reason, again, long_pauses):
+def test_without_tokens_prompts_are_routed_as_before(answer, reason, asked, long_pauses):
     fields = chat("A question that was asked before. " * 3)
     with fakes("a") as one, routing(*one, tokenize="/tokenize", tokenize_timeout_s=30.0) as running:
         one[0].tokens_of = answer
         assert ask(running, fields) == ("a", 0)
-        assert ask(running, fields)[1] > 0  # by its bytes
-        assert len(one[0].asked) == 1 + again
-        assert running.metric("prompts_untokenized_total", reason=reason) == 1 + again
-        assert running.metric("prompts_untokenized_total", reason="nobody") == 1 - again
+        for number in range(4):
+            again = chat(*[each["content"] for each in fields["messages"][1:]], f"And {number}?")
+            assert ask(running, again)[1] > 0  # by its bytes
+        assert len(one[0].asked) == asked
+        assert running.metric("prompts_untokenized_total", reason=reason) == asked
+        assert running.metric("prompts_untokenized_total", reason="nobody") == 5 - asked
+
+
+def test_no_client_ends_the_questions_of_others(long_pauses):
+    """One that misspells the model, repeats a prompt that breaks the instance, or sends a header of odd bytes."""
+
+    def answer(fields: dict[str, Any]) -> Any:
+        if fields.get("model") == "typo":
+            return JSONResponse({"detail": "not found"}, 404)
+        return Response(status_code=500) if fields["prompt"] == "break" else tokens_of(fields)
+
+    with fakes("a") as one, routing(*one, tokenize="/tokenize", tokenize_timeout_s=30.0) as running:
+        one[0].tokens_of = answer
+        running.complete("well")
+        for number in range(4):
+            running.complete(f"{number}", model="typo")
+            running.complete("break")
+        odd = {b"authorization": b"Bearer \xc3\xa9"}
+        assert running.complete("well", headers=odd).status_code == 200  # type: ignore[arg-type]
+        assert running.metric("prompts_untokenized_total", reason="refused") == 8
+        assert running.metric("tokenize_seconds_count") == 10
+        assert one[0].asked[-1][0]["authorization"].encode("latin-1") == odd[b"authorization"]
+
+
+def test_an_unexpected_error_costs_the_tokens_alone(monkeypatch):
+    with fakes("a") as one, routing(*one, tokenize="/tokenize") as running:
+
+        def broken(*_: object) -> None:
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(tokenizing, "question", broken)
+        assert running.where("hello") == "a"
+        assert running.metric("prompts_untokenized_total", reason="failed") == 1
 
 
 def test_a_slow_instance_is_not_waited_for_and_another_one_is_asked_next(long_pauses):
@@ -269,21 +343,22 @@ def test_a_question_carries_the_key_that_the_request_does(settings, sent, seen):
 
 
 def test_long_prompts_and_tokens_are_not_asked_about():
-    with fakes("a") as one, routing(*one, tokenize="/tokenize", prompt_bytes_max=1 << 18) as running:
+    with fakes("a") as one, routing(*one, tokenize="/tokenize", tokenize_timeout_s=30.0) as running:
         one[0].tokens_of = tokens_of
         running.complete([1, 2, 3])
-        ask(running, chat("x" * (1 << 18)))
+        ask(running, chat("x" * (64 << 10)))
+        ask(running, {"messages": [{}] * 5000})
         assert one[0].asked == []
-        assert running.metric("prompts_untokenized_total", reason="long") == 1
-        ask(running, chat("x" * (1 << 17)))  # which another process reads
+        assert running.metric("prompts_untokenized_total", reason="long") == 2
+        ask(running, chat("x" * (63 << 10)))
         assert len(one[0].asked) == 1
 
 
 def test_a_template_may_add_much_to_a_short_prompt():
     with fakes("a") as one, routing(*one, tokenize="/tokenize", tokenize_timeout_s=30.0) as running:
-        one[0].tokens_of = lambda fields: {"tokens": [100_000] * 20_000}
+        one[0].tokens_of = lambda fields: {"tokens": [100_000] * 16_000}
         assert running.where("hi") == "a"
-        assert running.metric("prompt_tokens_total") == 20_000
+        assert running.metric("prompt_tokens_total") == 16_000
 
 
 # ---- settings

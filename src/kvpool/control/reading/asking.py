@@ -13,7 +13,7 @@ import numpy as np
 
 from kvpool.control.reading.prompts import Kind, Tokens
 
-__all__ = ["answered", "question"]
+__all__ = ["answered", "is_about_the_prompt", "question"]
 
 _TOKEN_MAX: Final = 2**31 - 1
 
@@ -54,11 +54,17 @@ class _Tokens(msgspec.Struct):
     tokens: list[int]
 
 
+class _Refusal(msgspec.Struct):
+    error: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    object: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
 _CHAT: Final = msgspec.json.Decoder(_Chat)
 _COMPLETION: Final = msgspec.json.Decoder(_Completion)
 _MESSAGES: Final = msgspec.json.Decoder(list[_Message])
 _KWARGS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _TOKENS: Final = msgspec.json.Decoder(_Tokens)
+_REFUSAL: Final = msgspec.json.Decoder(_Refusal)
 
 
 def question(kind: Kind, body: bytes | bytearray) -> bytes | None:
@@ -83,6 +89,16 @@ def answered(data: bytes) -> Tokens | None:
     if not tokens or min(tokens) < 0 or max(tokens) > _TOKEN_MAX:
         return None
     return np.array(tokens, dtype=np.int32)
+
+
+def is_about_the_prompt(data: bytes) -> bool:
+    """Whether a body is an error object of OpenAI's API (of an unknown model, say): its server knows the path."""
+    try:
+        refusal = _REFUSAL.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return False
+    said = refusal.object
+    return refusal.error is not msgspec.UNSET or (isinstance(said, msgspec.Raw) and bytes(said) == b'"error"')
 
 
 def _of_chat(chat: _Chat) -> bytes | None:

@@ -221,6 +221,8 @@ class Fleet:
         """What time alone changes: exclusions end. Every second or so."""
         for instance in self:
             self.refresh(instance)
+            if instance.in_table:
+                self._follow(instance)
         self._following.tick()
 
     def close(self) -> None:
@@ -265,11 +267,16 @@ class Fleet:
         return instance.in_table and not (instance.closed or full or busy_trial)
 
     def _join(self, instance: Instance) -> None:
-        name, number = instance.spec.name, instance.number
-        self.scheduler.add_instance(number, KINDS[instance.spec.role], by_events=self._following.publishes(name))
-        self._following.begin(name, number, self._tree_of(instance))
+        self.scheduler.add_instance(instance.number, KINDS[instance.spec.role])
         instance.in_table = True
+        self._follow(instance)
         event(logging.INFO, "instance up", instance=instance.spec.name, state=instance.breaker.state.value)
+
+    def _follow(self, instance: Instance) -> None:
+        """Follows an instance's events if it publishes them. What fails is tried again at the next tick."""
+        number = instance.number
+        followed = self._following.follow(instance.spec.name, number, self._tree_of(instance))
+        self.scheduler.set_by_events(number, followed)
 
     def _take_out(self, instance: Instance) -> None:
         self._following.end(instance.number)  # first, so that none of its events comes after

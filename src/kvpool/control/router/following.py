@@ -73,6 +73,7 @@ class Following:
     def __init__(self, endpoints: Mapping[str, EventsSpec]) -> None:
         self._endpoints = endpoints
         self._followed: dict[int, _Followed] = {}  # by the instance's number
+        self._not_followed: dict[int, Exception] = {}  # the log has these
         if endpoints:
             try:
                 import kvpool.observe.events  # noqa: F401
@@ -83,23 +84,41 @@ class Following:
         """Whether an instance is to be followed."""
         return name in self._endpoints
 
-    def begin(self, name: str, number: int, tree: PromptTree) -> None:
-        """Follows an instance from now on, if it publishes events. REQUIRES: it is not followed."""
+    def follow(self, name: str, number: int, tree: PromptTree) -> bool:
+        """Follows an instance from now on, if it publishes events. Idempotent; returns whether it is followed.
+
+        False for a failure, too, which may pass (no file or thread is left): call it again after a while. One whose
+        thread has failed is forgotten and followed anew.
+        """
         spec = self._endpoints.get(name)
         if spec is None:
-            return
+            return False
+        followed = self._followed.get(number)
+        if followed is not None:
+            if not followed.subscriber.failed:
+                return True
+            self.end(number)
+            tree.forget(number)
+        before = self._not_followed.get(number)
+        if isinstance(before, ArgumentError):  # an address that ZMQ does not take
+            return False
         from kvpool.observe.events import EventSubscriber
 
         feed = _Feed(tree)
         try:
             subscriber = EventSubscriber(feed, number, spec.endpoint, spec.replay)
-        except ArgumentError as error:  # an address that ZMQ does not take
-            event(logging.WARNING, "instance not followed", instance=name, cause=str(error))
-            return
+        except Exception as error:
+            self._not_followed[number] = error
+            if str(before) != str(error):
+                event(logging.WARNING, "instance not followed", instance=name, cause=str(error))
+            return False
+        self._not_followed.pop(number, None)
         self._followed[number] = _Followed(name, feed, subscriber)
+        return True
 
     def end(self, number: int) -> None:
         """Follows an instance no longer: when this returns, nothing more of it is applied. Idempotent."""
+        self._not_followed.pop(number, None)
         followed = self._followed.pop(number, None)
         if followed is not None:
             followed.feed.stop()

@@ -1,7 +1,8 @@
 """The model's tokens of prompts, for which the router asks its instances: these have the tokenizer and the template.
 
-A question takes a round trip before the request, so it has a short deadline, and an instance that does not answer well
-is left alone for a while. A prompt whose tokens are not known is routed as without this: by its bytes.
+A question takes a round trip before the request, so it has a short deadline, it is asked of no long prompt, and an
+instance that does not answer well is left alone for a while (`token_source.py`). A prompt whose tokens are not known is
+routed as without this: by its bytes. Whatever fails here, the request goes on.
 """
 
 from __future__ import annotations
@@ -11,24 +12,22 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Final
 
-import anyio.to_thread
-
-from kvpool.control.reading.asking import answered, question
-from kvpool.control.reading.prompts import INLINE_BYTES, Kind, Tokens
+from kvpool.control.reading.asking import answered, is_about_the_prompt, question
+from kvpool.control.reading.prompts import Kind, Tokens, is_quick
 from kvpool.control.router.fleet import Fleet
 from kvpool.control.router.lease import Instance
 from kvpool.control.router.logs import event
 from kvpool.control.router.metrics import Metrics
 from kvpool.control.router.settings import RouterSettings
+from kvpool.control.router.token_source import TokenSource
 from kvpool.control.router.upstream import Asker, UpstreamError
 
 __all__ = ["Tokenizing"]
 
-_PAUSE_S: Final = 5.0  # of an instance that gave no answer in time
-_LONG_PAUSE_S: Final = 60.0  # of one that cannot tell tokens
 _UNABLE: Final = frozenset({404, 405, 501})
+_SHORT_BYTES: Final = 4 << 10  # of a question that any instance can answer in time
 _ANSWER_BYTES: Final = 12  # of a token, with its comma
-_TEMPLATE_BYTES: Final = 1 << 20  # of what a template adds, such as how to call tools
+_TEMPLATE_TOKENS: Final = 16 << 10  # that a template adds, such as how to call tools
 
 
 class _NoTokensError(Exception):
@@ -55,8 +54,7 @@ class Tokenizing:
         self._metrics = metrics
         self._clock = clock
         self._asker = Asker(settings.tokenize_timeout_s)
-        self._asked: dict[int, int] = {}  # questions under way, by the instance's number
-        self._not_before: dict[int, float] = {}  # on the clock
+        self._asked: dict[tuple[int, int], TokenSource] = {}  # by the instance's number, and how often it was ejected
 
     async def ask(self, kind: Kind, headers: Mapping[str, str], body: bytes | bytearray) -> Tokens | None:
         """The tokens of a request's prompt; None if they are not to be had.
@@ -70,7 +68,10 @@ class Tokenizing:
             return await self._tokens(kind, headers, body)
         except _NoTokensError as error:
             self._metrics.untokenized.labels(str(error)).inc()
-            return None
+        except Exception as error:  # tokens are a hint, which is not to cost the request
+            event(logging.WARNING, "no tokens of a prompt", cause=f"{type(error).__name__}: {error}")
+            self._metrics.untokenized.labels("failed").inc()
+        return None
 
     async def close(self) -> None:
         """Closes all connections."""
@@ -79,64 +80,80 @@ class Tokenizing:
     # ---- inside
 
     async def _tokens(self, kind: Kind, headers: Mapping[str, str], body: bytes | bytearray) -> Tokens:
-        if len(body) > self._settings.prompt_bytes_max:
+        if len(body) > self._settings.prompt_bytes_max or not is_quick(body):
             raise _NoTokensError("long")
-        if len(body) > INLINE_BYTES:
-            asked = await anyio.to_thread.run_sync(question, kind, body)
-        else:
-            asked = question(kind, body)
+        asked = question(kind, body)
         if asked is None:
             raise _NoTokensError("form")
         instance = self._choose()
         if instance is None:
             raise _NoTokensError("nobody")
-        began = self._clock()
+        began, known = self._clock(), self._of(instance)
+        known.under_way += 1
         try:
-            return await self._ask(instance, headers, asked)
+            tokens = await self._ask(instance, known, headers, asked)
         finally:
+            known.under_way -= 1
             self._metrics.tokenizing.observe(self._clock() - began)
+        known.told()
+        return tokens
 
     def _choose(self) -> Instance | None:
         """The one that is least busy, of those that are up and have not failed to tell tokens lately."""
         now = self._clock()
-        able = [each for each in self._fleet if each.in_table and self._not_before.get(each.number, now) <= now]
-        return min(able, key=lambda each: (self._asked.get(each.number, 0), each.in_flight), default=None)
+        able = [each for each in self._fleet if each.in_table and self._of(each).may_be_asked(now)]
+        return min(able, key=lambda each: (self._of(each).under_way, each.in_flight), default=None)
 
-    async def _ask(self, instance: Instance, headers: Mapping[str, str], asked: bytes) -> Tokens:
-        number = instance.number
-        self._asked[number] = self._asked.get(number, 0) + 1
-        most = _ANSWER_BYTES * len(asked) + _TEMPLATE_BYTES  # a byte is a token at most
+    def _of(self, instance: Instance) -> TokenSource:
+        key = instance.number, instance.epoch
+        if key not in self._asked:
+            there = {(each.number, each.epoch) for each in self._fleet}
+            self._asked = {each: known for each, known in self._asked.items() if each in there}
+            self._asked[key] = TokenSource()
+        return self._asked[key]
+
+    async def _ask(self, instance: Instance, known: TokenSource, headers: Mapping[str, str], asked: bytes) -> Tokens:
+        most = len(asked) + _TEMPLATE_TOKENS  # a byte is a token at most
         try:
-            status, data = await self._asker.post(instance.spec, self._path, self._key(headers), asked, most)
+            status, data = await self._asker.post(
+                instance.spec, self._path, self._key(headers), asked, _ANSWER_BYTES * most
+            )
         except UpstreamError as error:
+            slow = isinstance(error.__cause__, TimeoutError)
             if not error.ours:
-                self._pause(instance, _PAUSE_S, str(error))
-            raise _NoTokensError("slow" if isinstance(error.__cause__, TimeoutError) else "failed") from error
-        finally:
-            self._asked[number] -= 1
-            if not self._asked[number]:
-                del self._asked[number]
+                # One that has answered in time before may only have been busy, or the router was.
+                sure = not known.proven and len(asked) <= _SHORT_BYTES if slow else not error.sent
+                self._note(instance, known, asked, str(error), sure=sure)
+            raise _NoTokensError("slow" if slow else "failed") from error
         if status != 200:
-            if status in _UNABLE or status >= 500:
-                pause_s = _LONG_PAUSE_S if status in _UNABLE else _PAUSE_S
-                self._pause(instance, pause_s, f"it answered with status {status}")
+            if status in _UNABLE and not known.proven and not is_about_the_prompt(data):
+                self._note(instance, known, asked, f"it answered with status {status}", sure=True, for_long=True)
+            elif status >= 500:
+                self._note(instance, known, asked, f"it answered with status {status}")
             raise _NoTokensError("refused")  # which may lie in the prompt
         tokens = answered(data)
-        if tokens is None:
-            self._pause(instance, _LONG_PAUSE_S, "its answer has no tokens")
+        if tokens is None or len(tokens) > most:
+            self._note(instance, known, asked, "its answer has no tokens" if tokens is None else "it tells too many")
             raise _NoTokensError("wrong")
         return tokens
 
-    def _key(self, headers: Mapping[str, str]) -> str | None:
+    def _note(
+        self,
+        instance: Instance,
+        known: TokenSource,
+        asked: bytes,
+        cause: str,
+        sure: bool = False,
+        for_long: bool = False,
+    ) -> None:
+        pause_s = known.failed(asked, self._clock(), sure, for_long)
+        if pause_s:
+            name = instance.spec.name
+            event(logging.WARNING, "no tokens from instance", instance=name, cause=cause, pause_s=pause_s)
+
+    def _key(self, headers: Mapping[str, str]) -> bytes | None:
         """What the instance is told as `Authorization`: the same as with the request."""
         if self._settings.instance_key is not None:
-            return f"Bearer {self._settings.instance_key}"
-        return headers.get("authorization") if self._settings.api_key is None else None
-
-    def _pause(self, instance: Instance, seconds: float, cause: str) -> None:
-        now = self._clock()
-        if self._not_before.get(instance.number, now) <= now:
-            name = instance.spec.name
-            event(logging.WARNING, "no tokens from instance", instance=name, cause=cause, pause_s=seconds)
-        self._not_before = {number: until for number, until in self._not_before.items() if until > now}
-        self._not_before[instance.number] = now + seconds
+            return f"Bearer {self._settings.instance_key}".encode()
+        sent = headers.get("authorization") if self._settings.api_key is None else None
+        return None if sent is None else sent.encode("latin-1")  # any byte, as it came

@@ -28,6 +28,8 @@ _NOT_PASSED: Final = frozenset(
 )
 _CLOSE_S: Final = 2.0
 _LATE_S: Final = 0.5  # by which a timer is late when the machine is overloaded
+_ASK_LATE_S: Final = 0.1  # the same, of a question's, whose deadline is short
+_REFUSAL_BYTES: Final = 4096
 
 
 class UpstreamError(Exception):
@@ -223,9 +225,9 @@ class Asker:
         self._client = _client(httpx.Timeout(timeout_s), limits)
 
     async def post(
-        self, spec: InstanceSpec, path: str, authorization: str | None, data: bytes, most: int
+        self, spec: InstanceSpec, path: str, authorization: bytes | None, data: bytes, most: int
     ) -> tuple[int, bytes]:
-        """The status of the answer and, if that is 200, its body.
+        """The status of the answer and its body; of other statuses than 200 nothing if it is longer than 4 KiB.
 
         Args:
             spec: The instance.
@@ -235,28 +237,36 @@ class Asker:
             most: Bytes of the answer.
 
         Raises:
-            UpstreamError: There is no answer in time, or it is too long.
+            UpstreamError: There is no answer in time, or it is too long. `ours`: the router could not ask, or was so
+                slow itself that the answer may have come in time.
         """
         base = httpx.URL(spec.url)
         url = base.copy_with(raw_path=base.raw_path.rstrip(b"/") + path.encode())
-        headers = {"content-type": "application/json", "accept-encoding": "identity"}
+        headers = [(b"content-type", b"application/json"), (b"accept-encoding", b"identity")]
         if authorization is not None:
-            headers["authorization"] = authorization
+            headers.append((b"authorization", authorization))
+        began = time.monotonic()
         try:
             with anyio.fail_after(self._timeout_s):
                 async with self._client.stream("POST", url, headers=headers, content=data) as response:
                     got = bytearray()
-                    if response.status_code == 200:
-                        async for piece in response.aiter_raw():
-                            got += piece
-                            if len(got) > most:
-                                raise UpstreamError("its answer is too long", sent=True)
+                    good = response.status_code == 200
+                    async for piece in response.aiter_raw():
+                        got += piece
+                        if len(got) > (most if good else _REFUSAL_BYTES):
+                            if not good:
+                                return response.status_code, b""
+                            raise UpstreamError("its answer is too long", sent=True)
                     return response.status_code, bytes(got)
         except (httpx.TimeoutException, TimeoutError) as error:
+            late = time.monotonic() - began > self._timeout_s + _ASK_LATE_S
             message = f"no answer within {self._timeout_s:g} s"
-            raise UpstreamError(message, sent=True) from TimeoutError(str(error))
+            ours = late or isinstance(error, httpx.PoolTimeout)
+            raise UpstreamError(message, sent=True, ours=ours) from TimeoutError(str(error))
         except httpx.HTTPError as error:
-            raise UpstreamError(_cause(error), sent=True, ours=_out_of_files(error)) from error
+            # Of a header that HTTP does not allow the client is to blame.
+            ours = _out_of_files(error) or isinstance(error, httpx.LocalProtocolError)
+            raise UpstreamError(_cause(error), sent=not isinstance(error, httpx.ConnectError), ours=ours) from error
 
     async def close(self) -> None:
         """Closes all connections."""

@@ -81,6 +81,11 @@ class Picture:
         """The number of live blocks."""
         return sum(block.live for block in self._blocks.values())
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing of the publisher is known."""
+        return not self._blocks
+
     def clear(self) -> None:
         """Forgets all blocks of the publisher."""
         self._blocks.clear()

@@ -26,6 +26,7 @@ __all__ = ["EventSubscriber", "FollowsEvents"]
 _log = logging.getLogger("kvpool.events")
 
 _REPLAY_END: Final = (1 << 64) - 1  # -1 in 64 bits
+_NUMBERS: Final = 1 << 63  # of batches are below it: publishers count in signed numbers
 _MESSAGE_BYTES_MAX: Final = 256 << 20
 _REPLAY_SECONDS_MAX: Final = 120.0
 _UNSYNCED_WAIT: Final = 0.05  # seconds between two checks for a publisher
@@ -55,6 +56,7 @@ class EventSubscriber:
 
     Raises:
         ArgumentError: A number or an endpoint is wrong.
+        OSError, RuntimeError: The process has no file or thread left.
     """
 
     def __init__(
@@ -87,28 +89,43 @@ class EventSubscriber:
         self._picture = Picture(_Lasting(index) if isinstance(index, InstanceIndex) else index, instance, size)
         self._next: int | None = None  # the number of the batch that is expected
         self._last_live: int | None = None  # that of the last one that was published to us
+        self._replayed = False  # the publisher has answered a request for replay since it was last lost
+        self._lost = False  # it is another one perhaps: its connection for replays was closed
         self._changed = threading.Condition()
         self._synced = False
         self._gaps = 0
         self._malformed = 0
         self._process = os.getpid()
         self._stopping = False
+        self._failed = False
         self._context = zmq.Context()
         try:
             self._subscription = self._connected(zmq.SUB, endpoint)
             self._subscription.setsockopt(zmq.SUBSCRIBE, topic.encode("utf-8"))
             self._replay = None if replay_endpoint is None else self._connected(zmq.DEALER, replay_endpoint)
+            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            self._thread = threading.Thread(target=self._run, name="kvpool-follow", daemon=True)
+            try:
+                self._thread.start()
+            except BaseException:
+                os.close(self._wake)
+                raise
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._thread = threading.Thread(target=self._run, name="kvpool-follow", daemon=True)
-        self._thread.start()
 
     @property
     def synced(self) -> bool:
-        """Whether the tree has everything that the publisher is known to have published."""
+        """Whether the tree has everything that the publisher is known to have published, as far as it could be read.
+
+        Only with a replay endpoint does it notice that the publisher is gone.
+        """
         return self._synced
+
+    @property
+    def failed(self) -> bool:
+        """Whether an error has ended it: nothing is followed any more, and the tree keeps what it had."""
+        return self._failed
 
     @property
     def gaps(self) -> int:
@@ -146,7 +163,7 @@ class EventSubscriber:
         if os.getpid() != self._process:
             return
         with self._changed:
-            if not self._stopping:
+            if not self._stopping:  # else its thread has closed the file
                 self._stopping = True
                 os.eventfd_write(self._wake, 1)
         self._thread.join()
@@ -164,6 +181,8 @@ class EventSubscriber:
     def _connected(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
         socket.setsockopt(zmq.LINGER, 0)
+        if "[" in endpoint:  # an address of IPv6; names are of IPv4, on which publishers listen if not told otherwise
+            socket.setsockopt(zmq.IPV6, 1)
         socket.setsockopt(zmq.MAXMSGSIZE, _MESSAGE_BYTES_MAX)
         if kind == zmq.DEALER:
             # All of a replay is read, however long it takes to apply; what is not read yet waits in the publisher.
@@ -190,6 +209,8 @@ class EventSubscriber:
                     self._catch_up()
         except Exception:
             _log.exception("following %s has failed", self.endpoint, extra=self._fields())
+            self._failed = True
+            self._set_synced(False)
         finally:
             with self._changed:
                 self._stopping = True
@@ -202,15 +223,18 @@ class EventSubscriber:
             self._malformed += 1
             return
         number = int.from_bytes(frames[1], "big")
+        if number >= _NUMBERS:
+            self._malformed += 1
+            return
         again = self._last_live is not None and number <= self._last_live
         self._last_live = number
         if again:
             self._start_over("the publisher was started again")
-        if number != self._next and (self._synced or self._may_ask()):
+        if (number != self._next or self._lost) and (self._synced or self._may_ask()):
             self._catch_up()
-        if self._next is not None and number < self._next:
+        if self._next is not None and number < self._next and not self._lost:
             return  # a replay had it already
-        if number != self._next and self._next is not None:
+        if self._next is not None and (number != self._next or self._lost):
             self._start_over("batches were missed, and could not be replayed")
         complete = number == self._next or self._replay is None
         self._apply(frames[2])
@@ -234,8 +258,10 @@ class EventSubscriber:
         assert self._replay is not None
         try:
             self._replay.send_multipart([b"", start.to_bytes(8, "big")], zmq.NOBLOCK)
-        except zmq.Again:
-            return False  # there is no publisher
+        except zmq.Again:  # there is no publisher
+            self._lost, self._replayed = self._lost or self._replayed, False
+            self._set_synced(False)
+            return False
         self._asked_at = time.monotonic()
         first = True
         give_up = time.monotonic() + _REPLAY_SECONDS_MAX
@@ -244,10 +270,14 @@ class EventSubscriber:
             if len(frames) < 3 or len(frames[-2]) != 8:
                 break
             number = int.from_bytes(frames[-2], "big")
-            if number == _REPLAY_END:
-                return True
-            if first and number != start:
+            end = number == _REPLAY_END
+            if first and (not start or (number != start and not end)):
                 self._start_over("the missed batches are no longer kept" if start else None)
+            if end:
+                self._replayed, self._lost = True, False
+                return True
+            if number >= _NUMBERS:
+                break
             self._apply(frames[-1])
             self._next = number + 1
             first = False
@@ -267,6 +297,7 @@ class EventSubscriber:
             self._gaps += 1
             _log.warning("forgetting what instance %d holds: %s", self.instance, why, extra=self._fields())
         self._next = None
+        self._lost = False
         self._set_synced(False)
         self._picture.clear()
 
@@ -276,6 +307,8 @@ class EventSubscriber:
         except ProtocolError as error:
             self._malformed += 1
             _log.warning("instance %d sends %s", self.instance, error, extra=self._fields())
+            if not self._picture.is_empty:  # what it said may have been of any of these
+                self._start_over("a batch could not be read")
             return
         self._picture.apply(batch.events)
 

@@ -151,6 +151,10 @@ class GlobalScheduler:
             for each in (self._prefill, self._decode):
                 each.renumber_model(moved, number)
 
+    def set_by_events(self, instance: int, by_events: bool) -> None:
+        """Whether the instance's KV events are applied from now on. Raises ArgumentError if it is not there."""
+        self._instances[instance] = self._known(instance)._replace(by_events=by_events)
+
     def drain(self, instance: int) -> None:
         """The instance gets no new requests, but others may fetch from it. `resume` ends it."""
         self._table(self._known(instance).kind).set_open(instance, False)
@@ -269,12 +273,16 @@ class GlobalScheduler:
         self._end(ticket, done=True)
 
     def failed(self, ticket: int) -> None:
-        """Reports that the request will not be served. Unless its prompt was computed, the trees forget it."""
+        """Reports that the request will not be served. Unless its prompt was computed, the trees forget it.
+
+        Of an instance whose events are applied they forget nothing: an event may have told meanwhile that it holds the
+        prompt, and no other event would tell it again. What none tells is forgotten after `ttl_s`.
+        """
         flight = self._flight(ticket)
         if flight.work is not None:
             self._prefill.finish(flight.instance, flight.work, self._clock(), done=False)
             known = self._instances.get(flight.instance)
-            if flight.learnt_from is not None and known is not None:
+            if flight.learnt_from is not None and known is not None and not known.by_events:
                 tree = self._trees[known.kind]
                 tree.remove(flight.tokens, flight.instance, flight.learnt_from, flight.namespace)
         self._end(ticket, done=False)
