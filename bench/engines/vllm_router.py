@@ -58,12 +58,14 @@ def run(context: Context) -> Report:
                     named = ",".join(f"{server.name}={server.url}" for server in two)
                     with router("--instances", named, up=len(two)) as url:
                         measured[name]["router" + suffix] = replay([url], _salted(each, salt + 1), _OUT, _IN_FLIGHT)
-        served = vllm_serve.compare(Path(folder), context.pick(64, 256), *_OPTIONS)
+        requests, rounds = context.pick(64, 256), context.pick(1, 3)
+        served = vllm_serve.compare(Path(folder), requests, rounds, *_OPTIONS)
     report = _report(prompts, measured)
     report.rows += _served_rows(served)
     report.notes.append(
-        "vllm bench serve: its data set prefix_repetition, 8 prefixes of 1,024 tokens in random order, as texts, "
-        "without kvpool's cache; the router asks for tokens, and the rows name the one that follows KV events."
+        f"vllm bench serve: its data set prefix_repetition, {vllm_serve.SIZES} in random order, as texts, without "
+        f"kvpool's cache; {requests} requests a way, the median of {rounds} rounds, after warming by other prompts. "
+        "The router asks for tokens, and the rows name the one that follows KV events."
     )
     return report
 

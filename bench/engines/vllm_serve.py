@@ -11,9 +11,11 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields
 from pathlib import Path
+from statistics import median
 
 import httpx
 
@@ -27,6 +29,11 @@ _PROGRAM = (
 )
 WAYS = ("round robin", "router", "router by events")
 _PREFIXES, _PREFIX, _SUFFIX, _OUT, _IN_FLIGHT = 8, 1024, 64, 4, 4
+SIZES = (
+    f"{_PREFIXES} prefixes of {_PREFIX:,} tokens with endings of {_SUFFIX}, {_OUT} tokens of answer, "
+    f"{_IN_FLIGHT} requests in flight"
+)
+_WARMING = 16  # requests
 _RUN_S, _START_S = 600.0, 60.0
 
 
@@ -47,12 +54,13 @@ class Served:
     requests_per_s: float
 
 
-def compare(folder: Path, requests: int, *options: object) -> dict[str, Served]:
-    """Each way once, with other prompts of the same kind.
+def compare(folder: Path, requests: int, rounds: int, *options: object) -> dict[str, Served]:
+    """Each way in each round, in another order each time, with other prompts of the same kind. Returns medians.
 
     Args:
         folder: Has the model with its tokenizer.
-        requests: In each way.
+        requests: In each way and round.
+        rounds: How many.
         options: Of the servers.
     """
     with _publishing(folder, options) as (two, events):
@@ -60,16 +68,26 @@ def compare(folder: Path, requests: int, *options: object) -> dict[str, Served]:
         instances = ",".join(f"{server.name}={server.url}" for server in two)
         asking = ("--instances", instances, "--block-tokens", str(BLOCK), "--tokenize", "/tokenize")
         followed = ",".join(f"{server.name}={where}" for server, where in zip(two, events, strict=True))
-        fronts = (
-            _round_robin(urls),
-            router(*asking, up=len(two)),
-            router(*asking, "--events", followed, up=len(two)),
-        )
-        found = {}
-        for seed, (way, front) in enumerate(zip(WAYS, fronts, strict=True)):
-            with front as url:
-                found[way] = _serve(url, urls, folder, requests, seed)
-        return found
+        fronts: dict[str, Callable[[], AbstractContextManager[str]]] = {
+            WAYS[0]: lambda: _round_robin(urls),
+            WAYS[1]: lambda: router(*asking, up=len(two)),
+            WAYS[2]: lambda: router(*asking, "--events", followed, up=len(two)),
+        }
+        with fronts[WAYS[0]]() as url:  # what the first prompts cost is no way's
+            _serve(url, urls, folder, _WARMING, 0)
+        found: dict[str, list[Served]] = {way: [] for way in WAYS}
+        for number in range(rounds):
+            first = number % len(WAYS)
+            for way in WAYS[first:] + WAYS[:first]:
+                seed = 1 + number * len(WAYS) + WAYS.index(way)
+                with fronts[way]() as url:
+                    found[way].append(_serve(url, urls, folder, requests, seed))
+        return {way: _median(each) for way, each in found.items()}
+
+
+def _median(served: Sequence[Served]) -> Served:
+    """Of each figure."""
+    return Served(*(median(getattr(each, one.name) for each in served) for one in fields(Served)))
 
 
 def _serve(url: str, servers: Sequence[str], folder: Path, requests: int, seed: int) -> Served:

@@ -368,6 +368,7 @@ def test_a_template_may_add_much_to_a_short_prompt():
     ("wrong", "message"),
     [
         ({"events": {"b": EventsSpec("tcp://h:1")}}, "events of b: no such instance"),
+        ({"events": {"a": EventsSpec("tcp://h:1", "tcp://h:1")}}, "tcp://h:1 is there twice"),
         ({"tokenize": "tokenize"}, "must begin with /"),
         ({"tokenize_timeout_s": 0.0}, "must be above 0"),
         ({"block_tokens": 0}, "must be from 1"),
@@ -376,7 +377,10 @@ def test_a_template_may_add_much_to_a_short_prompt():
 def test_wrong_settings_are_refused(wrong, message):
     with pytest.raises(ArgumentError, match=message):
         RouterSettings((InstanceSpec("a", "http://h:1"),), **wrong)
-    RouterSettings((InstanceSpec("a", "http://h:1"),), events={"b": EventsSpec("tcp://h:1")}, admin_port=1)
+    one = {"instances": (InstanceSpec("a", "http://h:1"),), "admin_port": 1}
+    RouterSettings(**one, events={"b": EventsSpec("tcp://h:1")})
+    with pytest.raises(ArgumentError, match="tells of one instance"):
+        RouterSettings(**one, events={"a": EventsSpec("tcp://h:1"), "b": EventsSpec("tcp://h:1")})
 
 
 @pytest.mark.parametrize(

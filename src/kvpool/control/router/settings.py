@@ -293,6 +293,9 @@ class RouterSettings:
         unknown = set(self.events) - {spec.name for spec in self.instances}
         if unknown and self.cluster is None and self.admin_port is None:  # with either, others may come
             raise ArgumentError(f"events of {', '.join(sorted(unknown))}: no such instance")
+        named = [each for spec in self.events.values() for each in (spec.endpoint, spec.replay) if each is not None]
+        if twice := sorted({each for each in named if named.count(each) > 1}):
+            raise ArgumentError(f"events: {', '.join(twice)} is there twice, and tells of one instance")
         if self.tokenize is not None and not fullmatch(r"/[!-~]*", self.tokenize):
             raise ArgumentError(f"tokenize path {self.tokenize!r} must begin with /")
         if self.block_tokens is not None and not 0 < self.block_tokens <= 1 << 16:
