@@ -243,6 +243,17 @@ def test_a_batch_that_cannot_be_read_may_have_removed_anything(tmp_path):
         eventually(lambda: index.blocks(1) == 1)
 
 
+def test_a_batch_that_would_take_long_to_read_is_not_read(tmp_path, caplog):
+    index, endpoint = InstanceIndex(BLOCK), f"ipc://{tmp_path}/events"
+    with EventSubscriber(index, 1, endpoint, **QUICK) as subscriber, Numbered(endpoint) as publisher:
+        heard(publisher, subscriber, index)
+        publisher.publish(bytes(17 << 20), 1)
+        publisher.publish(batch(3, 4), 2)
+        eventually(lambda: index.match(prompt(1, 3)))
+        assert (subscriber.malformed, index.blocks(1)) == (1, 2)
+        assert f"a batch of {17 << 20} bytes" in caplog.text
+
+
 def test_numbers_beyond_63_bits_are_ignored(tmp_path):
     index, endpoint = InstanceIndex(BLOCK), f"ipc://{tmp_path}/events"
     with EventSubscriber(index, 1, endpoint, **QUICK) as subscriber, Numbered(endpoint) as publisher:

@@ -50,7 +50,7 @@ class _Block:
         self.hash = name
         self.before: _Block | None = None
         self.rooted = False
-        self.after: list[_Block] = []
+        self.after: dict[BlockHash, _Block] = {}
         self.tokens: np.ndarray[Any, np.dtype[np.int32]] | None = None
         self.extra: str | bool | None = None
         self.media: set[str] = set()
@@ -123,7 +123,7 @@ class Picture:
                 block.rooted = before is None
                 block.before = before
                 if before is not None:
-                    before.after.append(block)
+                    before.after[name] = block
             block.media.add(event.medium or _UNSAID)
             before = block
         self._raise([self._blocks[name] for name in event.block_hashes])
@@ -149,7 +149,7 @@ class Picture:
         while waiting:
             block = waiting.pop()
             risen = not block.live and self._rise(block)
-            below = [child for child in block.after if not child.live] if block.live else []
+            below = [child for child in block.after.values() if not child.live] if block.live else []
             waiting += below
             if risen and not any(self._can_rise(child) for child in below):
                 self._tell_stored(block)
@@ -180,7 +180,7 @@ class Picture:
         while waiting:
             block = waiting.pop()
             block.live = False
-            waiting += [child for child in block.after if child.live]
+            waiting += [child for child in block.after.values() if child.live]
 
     def _tell_stored(self, block: _Block) -> None:
         self._sequence += 1
@@ -193,7 +193,7 @@ class Picture:
         while here is not None and not here.media and not here.after and self._blocks.pop(here.hash, False):
             before = here.before
             if before is not None:
-                before.after.remove(here)
+                del before.after[here.hash]
             here = before
 
 

@@ -27,7 +27,8 @@ _log = logging.getLogger("kvpool.events")
 
 _REPLAY_END: Final = (1 << 64) - 1  # -1 in 64 bits
 _NUMBERS: Final = 1 << 63  # of batches are below it: publishers count in signed numbers
-_MESSAGE_BYTES_MAX: Final = 256 << 20
+_MESSAGE_BYTES_MAX: Final = 256 << 20  # ZMQ gives up the connection for good above it
+_BATCH_BYTES_MAX: Final = 16 << 20  # some two million tokens; reading one takes a second or more
 _REPLAY_SECONDS_MAX: Final = 120.0
 _UNSYNCED_WAIT: Final = 0.05  # seconds between two checks for a publisher
 _SYNC_S: Final = 30.0  # default timeout of wait_synced
@@ -303,6 +304,8 @@ class EventSubscriber:
 
     def _apply(self, payload: bytes) -> None:
         try:
+            if len(payload) > _BATCH_BYTES_MAX:
+                raise ProtocolError(f"a batch of {len(payload)} bytes; at most {_BATCH_BYTES_MAX} are read")
             batch = decode(payload)
         except ProtocolError as error:
             self._malformed += 1
