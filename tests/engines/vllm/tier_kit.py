@@ -30,16 +30,21 @@ _engines = itertools.count()
 register()
 
 
-def config(primary: int, tier: dict[str, Any], *, model: str = "tiny", block_bytes: int = BLOCK_BYTES) -> Any:
+def config(
+    primary: int, tier: dict[str, Any], *, model: str = "tiny", block_bytes: int = BLOCK_BYTES, world_size: int = 1,
+    **fields: Any,
+) -> Any:  # fmt: skip
+    """An engine's: `world_size` workers divide the heads, and have `block_bytes` together."""
     return OffloadingConfig(
         groups=(OffloadingGroupConfig(tokens_per_block=16, layer_names=("one",), group_id=0),),
-        worker_kv_bytes_per_block=block_bytes,
+        worker_kv_bytes_per_block=block_bytes // world_size,
         enable_kv_cache_events=False,
         extra_config={"cpu_bytes_to_use": primary * block_bytes, "secondary_tiers": [{"type": TIER, **tier}]},
         engine_id=f"kvpool-test-{next(_engines)}",
         model=OffloadingModelConfig(model, "float32"),
         cache=OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=1),
-        parallel=OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 0, 1, None, True),
+        parallel=OffloadingParallelConfig(0, world_size, world_size, 1, 1, 1, 0, 1, None, True),
+        **{"kv_cache_layout": "LBNHC"} | fields,
     )
 
 
@@ -60,6 +65,7 @@ class Offloading:
     """An engine's offloading: vLLM's manager, its primary tier with `primary` blocks, and kvpool's tier."""
 
     def __init__(self, primary: int, tier: dict[str, Any] | None = None, **more: Any) -> None:
+        """`more`: arguments of `config`."""
         self.spec = TieringOffloadingSpec(config(primary, tier or {"dram_blocks": 16}, **more))
         self.manager = self.spec.get_manager()
         self.tier = self.manager.secondary_tiers[0]

@@ -35,7 +35,7 @@ from vllm.v1.kv_offload.file_mapper import FileMapper  # noqa: E402
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob  # noqa: E402
 
 from kvpool.engines.vllm.tier_store import Keys, TierOptions, open_store  # noqa: E402
-from kvpool.errors import Error, LayoutMismatch, OutOfBlocks  # noqa: E402
+from kvpool.errors import ArgumentError, Error, LayoutMismatch, OutOfBlocks, Unsupported  # noqa: E402
 
 __all__ = ["KvpoolTier"]
 
@@ -62,9 +62,11 @@ class KvpoolTier(SecondaryTierManager):  # type: ignore[misc]
         **options: Fields of `TierOptions`.
 
     Raises:
-        ArgumentError, ArgumentTypeError: An option is unknown or wrong, or a store of this name has another size.
+        ArgumentError, ArgumentTypeError: An option is unknown or wrong; or a store of this name has another size, or
+            what vLLM and the options say does not tell its blocks from those of other engines.
         LayoutMismatch: A store of this name has blocks of another size; or the rows are not bytes one after another.
         OutOfMemory: The machine has not so much memory.
+        Unsupported: A thread cannot be started.
     """
 
     medium = Medium.CPU
@@ -86,15 +88,21 @@ class KvpoolTier(SecondaryTierManager):  # type: ignore[misc]
                 "bytes for each block",
                 shape=list(view.shape or ()),
             )
-        self._keys = Keys(_identity(offloading_spec))
         parsed = TierOptions.parse(options)
+        self._keys = Keys(_identity(offloading_spec, parsed))
         self._store = open_store(parsed, self.block_size_bytes)
         self._owns_store = parsed.store is None
         self._rows: Any = np.asarray(view).view(np.uint8)
         self._evicted = self._store.cache.stats()["evicted_blocks"]
         self._pins: dict[bytes, _core.KeyedMatch] = {}  # looked up in this step, and no load submitted yet
-        self._threads = {way: ThreadPoolExecutor(1, f"kvpool-tier-{way}") for way in ("load", "store")}
         self._jobs: list[Future[JobResult]] = []
+        self._threads: dict[str, ThreadPoolExecutor] = {}
+        try:
+            for way in ("load", "store"):
+                self._threads[way] = _started(f"kvpool-tier-{way}")
+        except Unsupported:
+            self.shutdown()
+            raise
         _log.info("kvpool keeps %d blocks of %d bytes below vLLM's primary tier", *self._size())
 
     # ---- what the scheduler asks
@@ -121,9 +129,15 @@ class KvpoolTier(SecondaryTierManager):  # type: ignore[misc]
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """The jobs that have ended since the last call, well or not. Each is told once."""
-        ended = [job for job in self._jobs if job.done()]
-        self._jobs = [job for job in self._jobs if job not in ended]
-        return [job.result() for job in ended]
+        ended: list[JobResult] = []
+        running: list[Future[JobResult]] = []
+        for job in self._jobs:
+            if job.done():
+                ended.append(job.result())
+            else:
+                running.append(job)
+        self._jobs = running
+        return ended
 
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
         """Counts as a use of what is stored."""
@@ -183,8 +197,8 @@ class KvpoolTier(SecondaryTierManager):  # type: ignore[misc]
 
     def _submit(self, way: str, job: Callable[..., JobResult], what: TransferJob, *more: Any) -> None:
         try:
-            self._jobs.append(self._threads[way].submit(job, what, *more))
-        except RuntimeError:  # after the shutdown
+            self._jobs.append(self._threads[way].submit(_told, job, what, *more))
+        except RuntimeError:  # after the shutdown: the thread runs since the constructor, and takes no such job
             for pins in more:
                 _close(pins)
             ended: Future[JobResult] = Future()
@@ -195,33 +209,77 @@ class KvpoolTier(SecondaryTierManager):  # type: ignore[misc]
         began = time.perf_counter()
         keys = self._keys.of(job.keys)
         rows = [self._rows[chunk] for chunk in job.chunk_ids]
-        good = _guarded("store", lambda: self._store.save(keys, rows), False)
-        return self._ended(job, len(keys) if good else 0, began, good)
+        written = _guarded("store", lambda: self._store.save(keys, rows), None)
+        return self._ended(job, written or 0, began, written is not None)
 
     def _loaded(self, job: TransferJob, pins: list[_core.KeyedMatch]) -> JobResult:
         began = time.perf_counter()
-        keys = self._keys.of(job.keys)
-        rows = [self._rows[chunk] for chunk in job.chunk_ids]
-        filled: list[int] = []
+        tried: list[bool] = []
         try:
-            _guarded("load", lambda: self._store.load(keys, rows, filled), None)
+            keys = self._keys.of(job.keys)
+            rows = [self._rows[chunk] for chunk in job.chunk_ids]
+            _guarded("load", lambda: self._store.load(keys, rows, tried), None)
         finally:
             _close(pins)
-        failed = [key for at, key in enumerate(keys) if at not in filled]
-        if failed:  # vLLM would find them again, and load them again, for ever
-            _guarded("drop", lambda: self._store.cache.forget(failed), 0)
-        names = list(job.keys)
-        return self._ended(job, len(filled), began, not failed, tuple(names[at] for at in filled))
+        if len(tried) < len(keys):  # the one that raised
+            tried.append(False)
+        for key, good in zip(keys, tried, strict=False):
+            if not good:  # vLLM would find it again, and load it again, for ever
+                _guarded("drop", lambda key=key: self._store.cache.forget([key]), 0)  # type: ignore[misc]
+        filled = tuple(name for name, good in zip(job.keys, tried, strict=False) if good)
+        return self._ended(job, len(filled), began, len(filled) == len(keys), filled)
 
     def _ended(self, job: TransferJob, blocks: int, began: float, good: bool, keys: Any = ()) -> JobResult:
         took = time.perf_counter() - began
         return JobResult(job.job_id, good, None if good else keys or None, took, blocks * self.block_size_bytes)
 
 
-def _identity(spec: Any) -> dict[str, Any]:
-    """What content depends on beside the tokens, as vLLM's own persistent tiers have it."""
-    mapper = FileMapper.from_offloading_spec("", spec, blocks_per_file=spec.blocks_per_chunk, parallel_agnostic=True)
-    return dict(mapper.get_run_config())
+def _identity(spec: Any, options: TierOptions) -> dict[str, Any]:
+    """What the bytes of a block depend on beside the tokens.
+
+    vLLM tells its tiers neither the settings of the model (rotary embeddings, revision, quantization) nor which
+    attention wrote the pages: the option `model` does.
+
+    Raises:
+        ArgumentError: It is a store that engines share, and vLLM does not say how its cache is laid out.
+    """
+    config = spec.config
+    canonical = config.canonical_layout
+    mapper = FileMapper.from_offloading_spec("", spec, spec.blocks_per_chunk, parallel_agnostic=canonical)
+    if options.store is not None and config.kv_cache_layout is None:
+        raise ArgumentError(f"the store {options.store} may be shared, and vLLM does not say how its cache is laid out")
+    identity = dict(mapper.get_run_config(), model=options.model, layout=config.kv_cache_layout, canonical=canonical)
+    if canonical:
+        return identity
+    parallel = config.parallel
+    return identity | {
+        "world_size": parallel.world_size,
+        "replicated": config.replicated_layout,
+        "worker_bytes": config.worker_kv_bytes_per_block,
+    }
+
+
+def _started(name: str) -> ThreadPoolExecutor:
+    """An executor whose one thread runs. So a job that it refuses later never runs.
+
+    Raises:
+        Unsupported: The thread cannot be started.
+    """
+    threads = ThreadPoolExecutor(1, name)
+    try:
+        threads.submit(int).result()
+    except RuntimeError as error:
+        raise Unsupported(f"the thread {name} cannot be started: {error}") from error
+    return threads
+
+
+def _told(job: Callable[..., JobResult], what: TransferJob, *more: Any) -> JobResult:
+    """What a job tells vLLM, which waits for each: that it failed, too."""
+    try:
+        return job(what, *more)
+    except Exception:
+        _log.exception("kvpool's tier has failed in the job %d of vLLM's", what.job_id)
+        return JobResult(what.job_id, success=False)
 
 
 def _close(pins: Iterable[_core.KeyedMatch]) -> None:
@@ -231,11 +289,13 @@ def _close(pins: Iterable[_core.KeyedMatch]) -> None:
 
 
 def _guarded(what: str, call: Callable[[], _T], otherwise: _T) -> _T:
-    """The result; or the other value where kvpool raises: a tier that fails is one that has nothing."""
+    """The result; or the other value where it raises: a tier that fails is one that has nothing."""
     try:
         return call()
     except OutOfBlocks as error:  # all that is stored is being loaded
         _log.debug("kvpool has no room for blocks of vLLM's: %s", error)
     except (Error, MemoryError) as error:
         _log.warning("kvpool could not %s blocks of vLLM's: %s", what, error)
+    except Exception:
+        _log.exception("kvpool could not %s blocks of vLLM's", what)
     return otherwise

@@ -30,18 +30,21 @@ class TierOptions:
         dram_gib: Host memory for the tier, in GiB.
         dram_blocks: The same in blocks of the primary tier; takes the place of `dram_gib`.
         store: A name: all tiers of the process that give it share one memory, which stays until `close_store`.
+        model: A fingerprint of the model and its attention. A store needs it: a tier finds the blocks of those tiers
+            that have the same.
     """
 
     dram_gib: float = 4.0
     dram_blocks: int | None = None
     store: str | None = None
+    model: str = ""
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> TierOptions:
         """Reads the configuration of the tier.
 
         Raises:
-            ArgumentError: An option is unknown or out of range; or the memory is given twice.
+            ArgumentError: An option is unknown or out of range; the memory is given twice; or a store has no model.
             ArgumentTypeError: An option has the wrong type.
         """
         known = list(cls.__dataclass_fields__)
@@ -59,6 +62,14 @@ class TierOptions:
             _check("dram_blocks", options.dram_blocks, (int,))
         if given.get("store", "none") == "" or not isinstance(options.store, str | None):
             raise ArgumentTypeError("the tier kvpool: store must be a name")
+        if not isinstance(options.model, str):
+            raise ArgumentTypeError("the tier kvpool: model must be a text")
+        if options.store is not None and not options.model:
+            raise ArgumentError(
+                f"the tier kvpool: the store {options.store} needs the option model. vLLM does not tell its tiers all "
+                "that blocks depend on: give another text for each revision, quantization and setting of the model, "
+                "and for each attention backend"
+            )
         return options
 
     def blocks(self, block_bytes: int) -> int:
@@ -127,11 +138,11 @@ class TierStore:
         """Counts as a use of those that are stored: of these the first is dropped last."""
         self.cache.match(keys, every=True).close()
 
-    def save(self, keys: list[bytes], rows: Sequence[Any]) -> bool:
+    def save(self, keys: list[bytes], rows: Sequence[Any]) -> int:
         """Stores what is not stored yet, each block from its row, the last first: without room the first are kept.
 
         Returns:
-            True.
+            How many were not stored yet.
 
         Raises:
             OutOfBlocks: All that is stored is pinned. What was stored until then stays.
@@ -141,13 +152,12 @@ class TierStore:
             for at in reversed(missing):
                 self.cache.put([keys[at]], rows[at])
         self.touch(keys)
-        return True
+        return len(missing)
 
-    def load(self, keys: list[bytes], rows: Sequence[Any], filled: list[int]) -> None:
-        """Fills the rows of those that are stored, and adds the position of each to `filled` once its row is whole."""
-        for at, key in enumerate(keys):
-            if self.cache.get([key], rows[at]):
-                filled.append(at)
+    def load(self, keys: list[bytes], rows: Sequence[Any], tried: list[bool]) -> None:
+        """Fills the rows of those that are stored; adds to `tried`, for one after the other, whether it has."""
+        for key, row in zip(keys, rows, strict=True):
+            tried.append(bool(self.cache.get([key], row)))
 
     def close(self) -> None:
         """Gives the memory back. Idempotent. Nothing is stored from now on, and nothing found."""

@@ -92,26 +92,31 @@ def test_a_prompt_above_the_room_keeps_its_beginning() -> None:
     offloading.close()
 
 
+@pytest.mark.parametrize("error", [kvpool.DeviceLost("the test says so"), ValueError("a bug")])
 @pytest.mark.parametrize("failing", [0, 2])
 def test_a_load_that_fails_is_told_and_has_no_wrong_content(
-    offloading: Offloading, failing: int, monkeypatch: pytest.MonkeyPatch
+    offloading: Offloading, failing: int, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offloading.store(keys(0, 3))
     offloading.store(keys(10, 4))
     store = offloading.tier._store
     load = store.load
+    (lost,) = offloading.tier._keys.of([key(failing)])
 
-    def some(own: list[bytes], rows: Any, filled: list[int]) -> None:
-        load(own[:failing], rows[:failing], filled)
-        rows[failing][:] = 1  # a part was written when it failed
-        raise kvpool.DeviceLost("the test says so")
+    def some(own: list[bytes], rows: Any, tried: list[bool]) -> None:
+        if lost not in own:
+            load(own, rows, tried)
+            return
+        at = own.index(lost)
+        load(own[:at], rows[:at], tried)
+        rows[at][:] = 1  # a part was written when it failed
+        raise error
 
     monkeypatch.setattr(store, "load", some)
-    wanted = [at < failing for at in range(3)]
-    assert offloading.found(keys(0, 3)) == wanted
+    assert offloading.found(keys(0, 3)) == [at != failing for at in range(3)]
     monkeypatch.undo()
     stats = store.cache.stats()
-    assert stats["blocks"] == stats["evictable"] == 4 + failing  # no pin is left, and nothing that fails again
+    assert stats["blocks"] == stats["evictable"] == 6  # no pin is left; and one is dropped, which would fail again
     offloading.store(keys(0, 3))
     offloading.store(keys(20, 4))
     assert offloading.found(keys(0, 3)) == [True] * 3
@@ -204,6 +209,50 @@ def test_a_drain_waits_for_all_jobs_and_each_is_told_once(
     assert list(tier.get_finished_jobs()) == []
 
 
+def test_each_job_is_told_beside_one_that_fails_in_any_way(
+    offloading: Offloading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = offloading.tier
+    tier.submit_store(job(100, keys(0, 1), [PRIMARY]))  # there is no such chunk
+    tier.submit_store(job(101, keys(1, 1), [1]))
+    tier.submit_load(job(102, keys(0, 1), [PRIMARY], loads=True))
+    assert {number: each.success for number, each in results(tier).items()} == {100: False, 101: True, 102: False}
+
+
+def test_the_bytes_of_a_store_are_those_that_were_written(offloading: Offloading) -> None:
+    tier = offloading.tier
+    for number, own, written in ((100, keys(0, 2), 2), (101, keys(0, 3), 1), (102, keys(0, 3), 0)):
+        tier.submit_store(job(number, own, list(range(len(own)))))
+        told = results(tier)[number]
+        assert (told.success, told.transfer_bytes) == (True, written * BLOCK_BYTES)
+
+
+def test_a_tier_whose_threads_cannot_be_started_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And none is started later: a job that was told as failed would then run, on memory that vLLM has given away."""
+    offloading = Offloading(PRIMARY)
+    offloading.store(keys(0, 1))
+    start = threading.Thread.start
+    refused: list[str] = []
+
+    def only_loads(thread: threading.Thread) -> None:
+        if "store" not in thread.name and not refused:
+            start(thread)
+            return
+        refused.append(thread.name)
+        raise RuntimeError("can't start new thread")
+
+    before = set(threading.enumerate())
+    monkeypatch.setattr(threading.Thread, "start", only_loads)
+    with pytest.raises(kvpool.Unsupported, match="kvpool-tier-store cannot be started: can't start new thread"):
+        Offloading(PRIMARY)
+    offloading.tier.submit_load(job(100, keys(0, 1), [3], loads=True))
+    offloading.tier.submit_store(job(101, keys(5, 1), [3]))
+    assert [each.success for each in results(offloading.tier).values()] == [True, True]
+    assert not set(threading.enumerate()) - before
+    monkeypatch.undo()
+    offloading.close()
+
+
 def test_a_reset_ends_what_is_under_way_and_keeps_what_is_stored(offloading: Offloading) -> None:
     """As of vLLM's other tiers: a reset is of the primary tier."""
     offloading.store(keys(0, 3))
@@ -237,7 +286,7 @@ def test_a_shut_down_tier_has_nothing_and_harms_nobody() -> None:
 
 @pytest.fixture
 def shared() -> Iterator[dict[str, Any]]:
-    yield {"store": "shared", "dram_blocks": 16}
+    yield {"store": "shared", "dram_blocks": 16, "model": "tiny, FLASH_ATTN"}
     close_store("shared")
 
 
@@ -260,12 +309,43 @@ def test_engines_of_a_process_share_a_store_and_it_outlives_them(shared: dict[st
     fourth.close()
 
 
-def test_engines_of_other_models_share_the_memory_and_no_block(shared: dict[str, Any]) -> None:
-    first, second = Offloading(PRIMARY, shared), Offloading(PRIMARY, shared, model="other")
+@pytest.mark.parametrize(
+    ("option", "fields"),
+    [
+        ({}, {"model": "other"}),
+        ({"model": "tiny, TRITON_ATTN"}, {}),
+        ({}, {"kv_cache_layout": "LBHNC"}),
+        ({}, {"world_size": 2}),  # of the same bytes together: each worker has the half of the heads
+        ({}, {"canonical_layout": True}),
+    ],
+)
+def test_engines_whose_blocks_differ_share_the_memory_and_no_block(
+    shared: dict[str, Any], option: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    first, second = Offloading(PRIMARY, shared), Offloading(PRIMARY, shared | option, **fields)
     first.store(keys(0, 3))
     assert second.found(keys(0, 3)) == [False] * 3
     first.close()
     second.close()
+
+
+def test_canonical_blocks_are_those_of_any_number_of_workers(shared: dict[str, Any]) -> None:
+    first, second = (Offloading(PRIMARY, shared, canonical_layout=True, world_size=number) for number in (1, 2))
+    first.store(keys(0, 3))
+    assert second.found(keys(0, 3)) == [True] * 3
+    first.close()
+    second.close()
+
+
+def test_a_store_whose_blocks_cannot_be_told_apart_is_refused(shared: dict[str, Any]) -> None:
+    with pytest.raises(kvpool.ArgumentError, match="how its cache is laid out"):
+        Offloading(PRIMARY, shared, kv_cache_layout=None)
+    del shared["model"]
+    with pytest.raises(kvpool.ArgumentError, match="needs the option model"):
+        Offloading(PRIMARY, shared)
+    with pytest.raises(kvpool.ArgumentTypeError, match="model must be"):
+        Offloading(PRIMARY, shared | {"model": 7})
+    assert not close_store("shared")
 
 
 def test_a_store_of_another_size_is_refused(shared: dict[str, Any]) -> None:
@@ -323,16 +403,26 @@ def test_figures_are_among_vllms(offloading: Offloading) -> None:
     assert [value for name, value in again.items() if "kvpool_tier_evicted" in name] == [0]
 
 
-def test_many_steps_at_random_never_give_wrong_content() -> None:
+@pytest.mark.parametrize("drained", [1.0, 0.3])
+def test_many_steps_at_random_never_give_wrong_content(drained: float) -> None:
+    """`drained`: the share of the steps after which all jobs have ended. Those of others overlap with the next ones."""
     chance = np.random.default_rng(5)
-    offloading = Offloading(PRIMARY, {"dram_blocks": 12})
+    offloading = Offloading(8, {"dram_blocks": 12})
+    finish = offloading.tier.drain_jobs
+    offloading.tier.drain_jobs = lambda: finish() if chance.random() < drained else None
     hits = 0
-    for _ in range(300):
+    for _ in range(600):
         first, count = int(chance.integers(0, 40)), int(chance.integers(1, 5))
         if chance.random() < 0.5:
             offloading.store(keys(first, count))
         else:
             hits += sum(offloading.found(keys(first, count)))
+    for _ in range(3):  # the end of a job may begin another
+        finish()
+        offloading.manager.on_schedule_end(ScheduleEndContext((), ()))
+    stats = offloading.tier._store.cache.stats()
+    assert stats["blocks"] == stats["evictable"]
     offloading.tier._store.cache.audit()
-    assert hits > 50
+    assert hits > 100
+    assert offloading.manager._jobs == {}
     offloading.close()
