@@ -14,7 +14,7 @@ import transformers
 import kvpool
 from kvpool import DRAM
 from kvpool.engines.packing import CPU_COLUMNS, ROWS, marked, unmarked
-from kvpool.engines.transformers import PromptStore
+from kvpool.engines.transformers import PromptStore, sources
 
 SIZE = 8  # tokens in a block
 _names = itertools.count()
@@ -98,6 +98,55 @@ def test_only_what_is_lacking_is_fetched_for_each_row(model: Any, engine: Prompt
     assert store.generate(model, batch, **OPTIONS).tolist() == model.generate(batch, **OPTIONS).tolist()
     assert store.counts().fetched_tokens == 16 + 32
     assert store.counts().loaded_tokens == 2 * 32
+
+
+def test_a_common_beginning_of_rows_is_fetched_once(model: Any, engine: PromptStore, store: PromptStore) -> None:
+    """The store has room for it once, and for the ends of the rows."""
+    common = prompt(80)
+    rows = [torch.cat([common, prompt(9, seed=seed)], dim=1) for seed in range(1, 5)]
+    for row in rows:
+        engine.generate(model, row, **OPTIONS)
+    batch = torch.cat(rows)
+    assert store.generate(model, batch, **OPTIONS).tolist() == model.generate(batch, **OPTIONS).tolist()
+    counts = store.counts()
+    assert (counts.fetched_tokens, counts.failed_fetches) == (80 + 4 * 8, 0)
+    assert counts.loaded_tokens == 4 * 88
+
+
+class Silent:
+    """In place of a pool: of its peers the lost is gone, and the silent ones answer nothing until the deadline."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.settings = kvpool.Settings(timeout_s=5.0)
+        self.kv_layout = kvpool.KVLayout(3, 2, 8, "float32", SIZE)
+        self.now = 100.0
+        self.asked: list[tuple[str, float]] = []
+        monkeypatch.setattr(sources, "monotonic", lambda: self.now)
+
+    def fetch_with_insert(self, peer: str, tokens: Any, *, timeout: float, **options: Any) -> Any:
+        self.asked.append((peer, timeout))
+        if peer == "lost":
+            raise kvpool.PeerLost("the test says so")
+        self.now += timeout
+        raise kvpool.DeadlineExceeded("the test says so")
+
+
+def test_peers_that_do_not_answer_delay_one_prompt_by_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Silent(monkeypatch)
+    asked = sources.Sources(pool, ["lost", "silent", "other"], DRAM)  # type: ignore[arg-type]
+    rows = [prompt(20, seed=0)[0].numpy(), prompt(7)[0].numpy()]
+    assert asked.fetch(rows, "") == sources.Fetched(tokens=0, failures=2)
+    assert pool.asked == [("lost", 5.0), ("silent", 5.0)]
+    pool.asked.clear()
+    asked.fetch(rows, "")
+    assert pool.asked == [("other", 5.0)]
+    pool.asked.clear()
+    asked.fetch([*rows, *rows], "")
+    assert pool.asked == [("lost", 5.0)], "it is asked again, once, and the next ones are not yet"
+    pool.now += 20
+    pool.asked.clear()
+    asked.fetch(rows, "")
+    assert pool.asked == [("lost", 5.0), ("silent", 5.0)]
 
 
 def test_namespaces_are_kept_apart(model: Any, engine: PromptStore, store: PromptStore) -> None:

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from time import monotonic
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpool import _core
-from kvpool.errors import ArgumentTypeError, Error, OutOfBlocks
+from kvpool.errors import ArgumentTypeError, DeadlineExceeded, Error, OutOfBlocks, PeerLost
 from kvpool.pool import Pool
 from kvpool.types import DRAM, Medium
 
 __all__ = ["Fetched", "Sources", "send"]
 
+_REST_S = 10.0  # for which a peer that is gone or silent is not asked: else it would delay each prompt
+
 _log = logging.getLogger("kvpool.transformers")
 
 
 class Fetched(NamedTuple):
-    """What a look-up has fetched: tokens, and how many times it failed."""
+    """What a look-up has fetched: tokens, each once; and how many times it failed."""
 
     tokens: int = 0
     failures: int = 0
@@ -45,22 +49,41 @@ class Sources:
         self._names = tuple(names)
         self._medium = medium
         self._block_tokens = pool.kv_layout.block_tokens
+        self._rests: dict[str, float] = {}  # of a name, until when it is not asked
 
     def fetch(self, prompts: Sequence[npt.NDArray[np.int32]], namespace: str) -> Fetched:
         """Fetches what peers have of prompts and the pool has not. Waits for it, at most the setting ``timeout_s``.
 
-        Raises nothing: what a peer does not give is computed.
+        That is for all prompts and peers together. A peer that is lost, or has not answered by then, is not asked for
+        the next ten seconds. Raises nothing: what a peer does not give is computed.
         """
         found = Fetched()
+        deadline = monotonic() + self._pool.settings.timeout_s
         for name in self._names:
-            begun = [self._begin(name, prompt, namespace) for prompt in prompts if len(prompt) >= self._block_tokens]
-            for transfer in begun:
-                found = self._ended(name, transfer, found)
+            for wave in self._waves(prompts):
+                remaining = deadline - monotonic()
+                if remaining <= 0 or self._rests.get(name, 0.0) > monotonic():
+                    break
+                for transfer in [self._begin(name, prompt, namespace, remaining) for prompt in wave]:
+                    found = self._ended(name, transfer, found)
         return found
 
-    def _begin(self, name: str, prompt: npt.NDArray[np.int32], namespace: str) -> _core.Transfer | Error:
+    def _waves(self, prompts: Sequence[npt.NDArray[np.int32]]) -> Iterator[list[npt.NDArray[np.int32]]]:
+        """Prompts that are fetched at once: no two begin alike, so that the later one has what the first brought."""
+        alike: dict[bytes, list[npt.NDArray[np.int32]]] = {}
+        for prompt in prompts:
+            if len(prompt) >= self._block_tokens:
+                alike.setdefault(prompt[: self._block_tokens].tobytes(), []).append(prompt)
+        for wave in itertools.zip_longest(*alike.values()):
+            yield [prompt for prompt in wave if prompt is not None]
+
+    def _begin(
+        self, name: str, prompt: npt.NDArray[np.int32], namespace: str, timeout: float
+    ) -> _core.Transfer | Error:
         try:
-            return self._pool.fetch_with_insert(name, prompt, namespace=namespace, medium=self._medium)
+            return self._pool.fetch_with_insert(
+                name, prompt, namespace=namespace, medium=self._medium, timeout=timeout
+            )  # fmt: skip
         except Error as error:
             return error
 
@@ -70,6 +93,8 @@ class Sources:
                 raise transfer
             stats = transfer.wait().stats
         except Error as error:
+            if isinstance(error, DeadlineExceeded | PeerLost):
+                self._rests[name] = monotonic() + _REST_S
             level = logging.INFO if isinstance(error, OutOfBlocks) else logging.WARNING
             _log.log(level, "a prompt does not come from %s, and is computed: %s", name, error)
             return found._replace(failures=found.failures + 1)

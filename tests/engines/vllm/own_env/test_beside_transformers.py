@@ -123,7 +123,10 @@ def test_another_model_or_type_is_refused(
         PromptStore.beside(other, cluster, "vllm-0", dram_blocks=4, **settings)
 
 
-def test_a_silent_vllm_delays_a_prompt_by_its_deadline_alone(engine: Engine, model: Any, url: str) -> None:
+def test_a_silent_vllm_delays_one_prompt_by_its_deadline_alone(
+    engine: Engine, model: Any, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked once, with the store's deadline, and the next prompt does not wait for it."""
     engine.ask(prompt(100, seed=6))
     engine.inside("await_saves")
     tokens = ids(prompt(100, seed=6))
@@ -131,11 +134,21 @@ def test_a_silent_vllm_delays_a_prompt_by_its_deadline_alone(engine: Engine, mod
         kvpool.Cluster.join(url) as cluster,
         PromptStore.beside(model, cluster, "vllm-0", dram_blocks=8, timeout_s=0.5) as store,
     ):
+        asked: list[float] = []
+        fetch = store.pool.fetch_with_insert
+        monkeypatch.setattr(
+            store.pool,
+            "fetch_with_insert",
+            lambda *given, **more: asked.append(more["timeout"]) or fetch(*given, **more),
+        )
         os.kill(engine.process.pid, signal.SIGSTOP)
         try:
             silent = store.generate(model, tokens, **OPTIONS)
+            store.generate(model, ids(prompt(100, seed=7)), **OPTIONS)
         finally:
             os.kill(engine.process.pid, signal.SIGCONT)
+        assert len(asked) == 1
+        assert 0 < asked[0] <= 0.5
         assert (store.counts().failed_fetches, store.counts().loaded_tokens) == (1, 0)
         assert silent.tolist() == model.generate(tokens, **OPTIONS).tolist()
 
