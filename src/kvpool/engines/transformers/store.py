@@ -42,7 +42,7 @@ class StoreCounts:
         loaded_tokens: Of these, the ones that came from the pool.
         saved_tokens: Tokens that were copied to the pool.
         fetched_tokens: Tokens that came from sources into the pool, before they were loaded.
-        failed_fetches: Prompts that a source should have given and did not.
+        failed_fetches: Prompts that a source was asked for, and failed to give. One that rests is not asked.
         unsaved: Prompts that could not be saved, most because the pool had no room.
     """
 
