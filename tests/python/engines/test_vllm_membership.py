@@ -49,3 +49,11 @@ def test_a_name_that_is_taken_is_refused(url):
         with pytest.raises(kvpool.StateError, match="name"):
             Membership(other, url, "both", None, {"lease": 60.0})
         first.close()
+
+
+@pytest.mark.parametrize(("options", "lease"), [({}, 15.0), ({"lease": 60.0}, 60.0)])
+def test_a_busy_engine_is_not_given_up_at_once(url, options, lease):
+    with small_pool(name="a") as pool:
+        member = Membership(pool, url, "both", None, options)
+        assert member._cluster.lease_s == lease
+        member.close()

@@ -13,6 +13,7 @@ __all__ = ["ROLES", "Membership", "secret_of"]
 
 ROLES: Final[Mapping[str, Role]] = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
 """By vLLM's ``kv_role``."""
+_LEASE_SECONDS: Final = 15.0  # a busy engine may keep the threads of its process waiting for some seconds
 
 
 class Membership:
@@ -38,7 +39,8 @@ class Membership:
             url: Of the cluster.
             role: What others see.
             listen: As for `Pool.attach`.
-            options: More for `Cluster.join`. The password of a user comes from KVPOOL_ETCD_PASSWORD.
+            options: More for `Cluster.join`, whose ``lease`` is 15 seconds here if it is not given. The password of a
+                user comes from KVPOOL_ETCD_PASSWORD.
             engine_url: Where the engine answers HTTP.
 
         Raises:
@@ -46,7 +48,7 @@ class Membership:
         """
         if options.get("user"):
             options = {"password": os.environ.get("KVPOOL_ETCD_PASSWORD"), **options}
-        self._cluster = Cluster.join(url, **options)
+        self._cluster = Cluster.join(url, **{"lease": _LEASE_SECONDS, **options})
         try:
             attachment = pool.attach(
                 self._cluster, name=pool.settings.name or None, role=role, listen=listen, url=engine_url

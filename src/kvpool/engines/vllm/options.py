@@ -31,7 +31,7 @@ class Options:
             batch. Pays off where a load takes longer than a step.
         name: The pool's name, in logs and errors, and in the cluster. Data-parallel replicas add "-dp0" and so on.
         cluster: The URL of a cluster: the engine becomes a member, sends prompts to others, and gets theirs.
-        cluster_options: More for `Cluster.join`, such as ``lease`` or ``tls_ca``.
+        cluster_options: More for `Cluster.join`, such as ``tls_ca``, or ``lease``, which is 15 seconds by default.
         listen: The addresses for other members, as for `Pool.attach`. Workers in other processes listen at the host of
             the first TCP address, at any port.
         url: Where vLLM's server answers, for routers: "http://10.0.0.1:8000", without ``/v1``.
