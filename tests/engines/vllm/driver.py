@@ -142,7 +142,7 @@ class Driver:
         for case in cases:
             parallel = SimpleNamespace(
                 world_size=1, rank=0, distributed_executor_backend="uni", prefill_context_parallel_size=1,
-                decode_context_parallel_size=1, tensor_parallel_size=1,
+                decode_context_parallel_size=1, tensor_parallel_size=1, nnodes_within_dp=1,
             )  # fmt: skip
             parallel.__dict__.update(case.get("parallel", {}))
             config = SimpleNamespace(
