@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
-import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -155,21 +152,7 @@ def _timed(name: str, method: Callable[..., Any], spent: dict[str, float]) -> Ca
     return timed
 
 
-def main() -> None:
-    """Answers until its input ends."""
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # vLLM prints what it likes
-    engine = Engine()
-    for line in sys.stdin:
-        command = json.loads(line)
-        try:
-            told = getattr(engine, command.pop("do"))(**command)
-        except Exception as error:
-            told = {"error": f"{type(error).__name__}: {error}"}
-        out.write(json.dumps(told) + "\n")
-        out.flush()
-    os._exit(0)
-
-
 if __name__ == "__main__":
-    main()
+    from bench.engines.answering import answer_lines
+
+    answer_lines(Engine())

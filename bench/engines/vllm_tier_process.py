@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import os
-import sys
 import time
 from typing import Any
 
@@ -115,21 +113,7 @@ class Tier:
             raise RuntimeError("the content differs")
 
 
-def main() -> None:
-    """Answers until its input ends."""
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # vLLM prints what it likes
-    tier = Tier()
-    for line in sys.stdin:
-        command = json.loads(line)
-        try:
-            told = getattr(tier, command.pop("do"))(**command)
-        except Exception as error:
-            told = {"error": f"{type(error).__name__}: {error}"}
-        out.write(json.dumps(told) + "\n")
-        out.flush()
-    os._exit(0)
-
-
 if __name__ == "__main__":
-    main()
+    from bench.engines.answering import answer_lines
+
+    answer_lines(Tier())

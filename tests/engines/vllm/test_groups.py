@@ -12,12 +12,8 @@ SHAPES = {
     "two workers": ("mp", 2, 3, {"layers": 5, "window": 64, "windowed": [0, 1, 3]}),
     "windows alone": ("", 1, 1, {"layers": 2, "window": 64, "windowed": [0, 1]}),
 }
-
-
-IN_ONE_PROCESS = [
-    "one process",
-    "windows alone",
-]  # two workers on two cores are slow
+# Two workers on two cores are slow, and have the tests that they need.
+IN_ONE_PROCESS = ["one process", "windows alone"]
 
 
 @pytest.fixture(scope="module", params=SHAPES)
@@ -32,13 +28,8 @@ def engine(request, tmp_path_factory):
         max_num_batched_tokens=96,
         **how,
     ) as engine:
-        engine.workers, engine.groups = workers, groups
+        engine.groups = groups
         yield engine
-
-
-def in_workers(engine, what, *arguments):
-    told = engine.inside(what, *arguments)
-    return told if engine.workers > 1 else [told]
 
 
 def test_prompts_beyond_the_window_come_back_exactly(engine):
@@ -86,7 +77,7 @@ def test_vllms_own_cache_and_kvpool_together(engine):
 def test_a_load_that_fails_is_computed(engine, how):
     right = engine.ask(prompt(250, seed=4), out=16)
     engine.forget()
-    in_workers(engine, "fail_loads_of_last", [how])
+    engine.in_workers("fail_loads_of_last", [how])
     again = engine.ask(prompt(250, seed=4), out=16)
     assert again["cached"] == 0
     assert again["tokens"] == right["tokens"]
@@ -102,7 +93,7 @@ def test_a_load_that_fails_is_computed(engine, how):
 def test_the_content_comes_from_kvpool(engine):
     right = engine.ask(prompt(150, seed=5), out=16)
     engine.forget()
-    in_workers(engine, "poison_last")
+    engine.in_workers("poison_last")
     wrong = engine.ask(prompt(150, seed=5), out=16)
     assert wrong["cached"] == 128
     assert wrong["tokens"] != right["tokens"]

@@ -14,13 +14,8 @@ def engine(request, tmp_path_factory):
     executor, workers = SHAPES[request.param]
     how = {"executor": executor, "tensor_parallel_size": workers, "dtype": "float32", "max_model_len": 320}
     with serving(tmp_path_factory.mktemp("vllm"), own_process=True, extra={"dram_blocks": 64}, **how) as engine:
-        engine.executor, engine.workers = executor, workers
+        engine.executor = executor
         yield engine
-
-
-def in_workers(engine, what, *arguments):
-    told = engine.inside(what, *arguments)
-    return told if engine.workers > 1 else [told]
 
 
 def test_prompts_come_back_exactly(engine):
@@ -32,21 +27,21 @@ def test_prompts_come_back_exactly(engine):
     assert same(loaded, own)
     assert loaded["tokens"] == cold["tokens"]
     heads = {1: "kv_heads=2", 2: "kv_heads=1"}[engine.workers]
-    assert all(heads in told["layout"] for told in in_workers(engine, "await_saves"))
+    assert all(heads in told["layout"] for told in engine.in_workers("await_saves"))
 
 
 def test_workers_apart_are_ranks_of_the_schedulers_pool(engine):
     engine.ask(prompt(40))
     apart = engine.executor == "mp"
     expected = [{"rank": number, "lost": False} if apart else None for number in range(engine.workers)]
-    assert sorted(in_workers(engine, "rank"), key=str) == sorted(expected, key=str)
+    assert sorted(engine.in_workers("rank"), key=str) == sorted(expected, key=str)
 
 
 def test_the_content_comes_from_every_worker(engine):
     """The last worker's part is changed alone."""
     right = engine.ask(prompt(150, seed=1), out=16)
     engine.forget()
-    in_workers(engine, "poison_last")
+    engine.in_workers("poison_last")
     wrong = engine.ask(prompt(150, seed=1), out=16)
     assert wrong["cached"] == 128
     assert wrong["tokens"] != right["tokens"]
@@ -58,7 +53,7 @@ def test_the_content_comes_from_every_worker(engine):
 def test_a_load_that_fails_at_one_worker_is_computed(engine, how):
     right = engine.ask(prompt(150, seed=2), out=16)
     engine.forget()
-    in_workers(engine, "fail_loads_of_last", [how])
+    engine.in_workers("fail_loads_of_last", [how])
     again = engine.ask(prompt(150, seed=2), out=16)
     assert same(again, right)
     engine.forget()

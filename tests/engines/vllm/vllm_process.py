@@ -66,6 +66,8 @@ def environment_of(folder: Path, own_process: bool = False) -> dict[str, str]:
 class Engine:
     """A process with an engine, or with none before `start`."""
 
+    workers = 1
+
     def __init__(self, folder: Path, own_process: bool = False):
         self.model = str(folder / "model")
         self.errors = folder / f"stderr-{os.getpid()}-{id(self):x}.txt"
@@ -94,6 +96,11 @@ class Engine:
 
     def inside(self, what: str, *arguments: Any) -> Any:
         return self("inside", what, *arguments)["told"]
+
+    def in_workers(self, what: str, *arguments: Any) -> list:
+        """What each worker answers."""
+        told = self.inside(what, *arguments)
+        return told if self.workers > 1 else [told]
 
     def ask(self, tokens: list[int], **how: Any) -> dict:
         return self("generate", [{"tokens": tokens, **how}])["outputs"][0]
@@ -127,6 +134,7 @@ def serving(folder: Path, *, own_process: bool = False, **start: Any) -> Iterato
     engine = Engine(folder, own_process)
     try:
         engine("start", model=engine.model, **start)
+        engine.workers = start.get("tensor_parallel_size", 1)
         yield engine
     finally:
         engine.close()

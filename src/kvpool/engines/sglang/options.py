@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
+from kvpool.engines.given import check_known, check_memory
 from kvpool.errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["GIB", "LinkerOptions", "Options"]
@@ -13,6 +14,9 @@ __all__ = ["GIB", "LinkerOptions", "Options"]
 GIB = 1 << 30
 
 _Own = TypeVar("_Own", bound="Options")
+
+
+_WHERE: Final = "the configuration"
 
 
 @dataclass(frozen=True)
@@ -39,21 +43,10 @@ class Options:
             ArgumentError: An option is unknown or out of range; or the memory is given twice.
             ArgumentTypeError: An option has the wrong type.
         """
-        known = list(cls.__dataclass_fields__)
         own = {name: value for name, value in extra.items() if name not in others}
-        unknown = sorted(set(own) - set(known))
-        if unknown:
-            raise ArgumentError(
-                f"the configuration has {', '.join(unknown)}, which kvpool does not know; it knows {', '.join(known)}",
-                unknown=unknown,
-            )
-        if "dram_gib" in own and own.get("dram_pages") is not None:
-            raise ArgumentError("the configuration has dram_gib and dram_pages: give one of them")
-        options = cls(**own)
-        _check("dram_gib", options.dram_gib, (int, float))
-        if options.dram_pages is not None:
-            _check("dram_pages", options.dram_pages, (int,))
-        return options
+        check_known(_WHERE, own, list(cls.__dataclass_fields__))
+        check_memory(_WHERE, own, "dram_pages")
+        return cls(**own)
 
     def pages(self, page_bytes: int) -> int:
         """How many pages the cache holds.
@@ -92,11 +85,3 @@ class LinkerOptions(Options):
         if not isinstance(options.keep_on_flush, bool):
             raise ArgumentTypeError("keep_on_flush must be true or false")
         return options
-
-
-def _check(name: str, value: Any, types: tuple[type, ...]) -> None:
-    if isinstance(value, bool) or not isinstance(value, types):
-        raise ArgumentTypeError(f"{name} must be a number, not {type(value).__name__}")
-    number: Any = value
-    if not 0 < number < 1 << 40:  # not NaN either
-        raise ArgumentError(f"{name} is {value}; it must be above 0", value=value)

@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool import _core
+from kvpool.engines import guarding
 from kvpool.engines.sglang.pages import layout_of
-from kvpool.errors import Error, OutOfBlocks, Unsupported
+from kvpool.errors import Unsupported
 from kvpool.pool import Pool
 from kvpool.types import RawLayout
 
@@ -46,14 +47,8 @@ def hex_keys_of(keys: Sequence[str]) -> list[str]:
 
 
 def guarded(what: str, call: Callable[[], _T], otherwise: _T) -> _T:
-    """The result; or the other value where kvpool raises: a cache that fails is one that has nothing."""
-    try:
-        return call()
-    except OutOfBlocks as error:  # all that is stored is being read
-        _log.debug("kvpool has no room for pages of SGLang's: %s", error)
-    except (Error, MemoryError) as error:
-        _log.warning("kvpool could not %s pages of SGLang's: %s", what, error)
-    return otherwise
+    """The result; or the other value where it raises: see `kvpool.engines.guarding`. `what`: "store"."""
+    return guarding.guarded(_log, f"{what} pages of SGLang's", call, otherwise)
 
 
 class AdoptedStore:

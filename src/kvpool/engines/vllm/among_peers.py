@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvpool.engines.vllm.arrivals import Arrivals
+from kvpool.engines.vllm.figures import Figures
 from kvpool.engines.vllm.members import Membership
 from kvpool.engines.vllm.sends import Sends
 
@@ -52,3 +55,16 @@ class AmongPeers:
     def forget_send(self, number: str) -> None:
         """Nobody will ask about what was sent under this id until now."""
         self._sends.forget(number)
+
+    def _with_sends(self, figures: Figures) -> Figures:
+        """The figures of the cache, and those of the sends since the last call."""
+        figures.merge(self._sends.take_figures())
+        return figures
+
+    def _leave(self, close_cache: Callable[[], None]) -> None:
+        """Leaves the cluster, and closes the cache between what uses it and what proves that nobody does."""
+        self._sends.close()
+        self._arrivals.close()
+        close_cache()
+        self._sends.join()
+        self._membership.close()

@@ -87,19 +87,12 @@ class MemberPool(EnginePool, AmongPeers):
 
     def take_figures(self) -> Figures:
         """What happened since the last call."""
-        figures = super().take_figures()
-        figures.merge(self._sends.take_figures())
-        return figures
+        return self._with_sends(super().take_figures())
 
     def close(self) -> None:
         """Leaves the cluster, and closes the pool."""
-        if self.pool.closed:
-            return
-        self._sends.close()
-        self._arrivals.close()
-        super().close()
-        self._sends.join()
-        self._membership.close()
+        if not self.pool.closed:
+            self._leave(super().close)
 
     # ----
 

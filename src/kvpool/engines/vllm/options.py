@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
+from kvpool.engines.given import check_amount, check_known, check_memory
 from kvpool.errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["GIB", "Options"]
 
 GIB = 1 << 30
 _REPLICA = re.compile(r"_dp(\d+)\Z")
+_WHERE: Final = "kv_connector_extra_config"
 _OF_CLUSTERS = ("lease", "heartbeat", "timeout", "tls_ca", "tls_cert", "tls_key", "user")
 _OF_MEMBERS = ("cluster_options", "listen", "url", "by_layer", "pull", "transfer_timeout_s")
 
@@ -60,21 +62,10 @@ class Options:
             ArgumentError: An option is unknown or out of range; or the memory is given twice.
             ArgumentTypeError: An option has the wrong type.
         """
-        known = list(cls.__dataclass_fields__)
-        unknown = sorted(set(extra) - set(known))
-        if unknown:
-            raise ArgumentError(
-                f"kv_connector_extra_config has {', '.join(unknown)}, which KvpoolConnector does not know; it knows "
-                f"{', '.join(known)}",
-                unknown=unknown,
-            )
-        if "dram_gib" in extra and extra.get("dram_blocks") is not None:
-            raise ArgumentError("kv_connector_extra_config: give dram_gib or dram_blocks, not both")
+        check_known(_WHERE, extra, list(cls.__dataclass_fields__))
+        check_memory(_WHERE, extra, "dram_blocks")
         options = cls(**extra)
-        _check("dram_gib", options.dram_gib, (int, float))
-        if options.dram_blocks is not None:
-            _check("dram_blocks", options.dram_blocks, (int,))
-        _check("transfer_timeout_s", options.transfer_timeout_s, (int, float))
+        check_amount(_WHERE, "transfer_timeout_s", options.transfer_timeout_s, (int, float))
         for name in ("async_load", "by_layer", "pull"):
             if not isinstance(getattr(options, name), bool):
                 raise ArgumentTypeError(f"kv_connector_extra_config: {name} must be true or false")
@@ -138,10 +129,3 @@ class Options:
                 block_bytes=block_bytes,
             )
         return blocks
-
-
-def _check(name: str, value: Any, types: tuple[type[float] | type[int], ...]) -> None:
-    if isinstance(value, bool) or not isinstance(value, types):
-        raise ArgumentTypeError(f"kv_connector_extra_config: {name} must be a number, not {type(value).__name__}")
-    if not 0 < value < 1 << 40:  # not NaN either
-        raise ArgumentError(f"kv_connector_extra_config: {name} is {value}; it must be above 0", value=value)

@@ -17,6 +17,7 @@ import numpy as np
 import vllm
 
 from kvpool import _core
+from kvpool.engines import guarding
 from kvpool.engines.versions import check_version
 from kvpool.engines.vllm import TESTED
 
@@ -35,7 +36,7 @@ from vllm.v1.kv_offload.file_mapper import FileMapper  # noqa: E402
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob  # noqa: E402
 
 from kvpool.engines.vllm.tier_store import Keys, TierOptions, open_store  # noqa: E402
-from kvpool.errors import ArgumentError, Error, LayoutMismatch, OutOfBlocks, Unsupported  # noqa: E402
+from kvpool.errors import ArgumentError, LayoutMismatch, Unsupported  # noqa: E402
 
 __all__ = ["KvpoolTier"]
 
@@ -289,13 +290,4 @@ def _close(pins: Iterable[_core.KeyedMatch]) -> None:
 
 
 def _guarded(what: str, call: Callable[[], _T], otherwise: _T) -> _T:
-    """The result; or the other value where it raises: a tier that fails is one that has nothing."""
-    try:
-        return call()
-    except OutOfBlocks as error:  # all that is stored is being loaded
-        _log.debug("kvpool has no room for blocks of vLLM's: %s", error)
-    except (Error, MemoryError) as error:
-        _log.warning("kvpool could not %s blocks of vLLM's: %s", what, error)
-    except Exception:
-        _log.exception("kvpool could not %s blocks of vLLM's", what)
-    return otherwise
+    return guarding.guarded(_log, f"{what} blocks of vLLM's", call, otherwise)

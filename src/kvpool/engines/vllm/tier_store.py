@@ -8,9 +8,10 @@ import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from kvpool import _core
+from kvpool.engines.given import check_known, check_memory
 from kvpool.engines.vllm.options import GIB
 from kvpool.errors import ArgumentError, ArgumentTypeError, LayoutMismatch
 from kvpool.pool import Pool
@@ -20,6 +21,9 @@ __all__ = ["Keys", "TierOptions", "TierStore", "close_store", "open_store"]
 
 _DIGEST_BYTES = 36  # vLLM's keys with its default hash: SHA-256, and four bytes for the group of layers
 _NAMESPACE_BYTES = 16
+
+
+_WHERE: Final = "the tier kvpool"
 
 
 @dataclass(frozen=True)
@@ -47,19 +51,9 @@ class TierOptions:
             ArgumentError: An option is unknown or out of range; the memory is given twice; or a store has no model.
             ArgumentTypeError: An option has the wrong type.
         """
-        known = list(cls.__dataclass_fields__)
-        unknown = sorted(set(given) - set(known))
-        if unknown:
-            raise ArgumentError(
-                f"the tier kvpool has {', '.join(unknown)}, which it does not know; it knows {', '.join(known)}",
-                unknown=unknown,
-            )
-        if "dram_gib" in given and given.get("dram_blocks") is not None:
-            raise ArgumentError("the tier kvpool has dram_gib and dram_blocks: give one of them")
+        check_known(_WHERE, given, list(cls.__dataclass_fields__))
+        check_memory(_WHERE, given, "dram_blocks")
         options = cls(**given)
-        _check("dram_gib", options.dram_gib, (int, float))
-        if options.dram_blocks is not None:
-            _check("dram_blocks", options.dram_blocks, (int,))
         if given.get("store", "none") == "" or not isinstance(options.store, str | None):
             raise ArgumentTypeError("the tier kvpool: store must be a name")
         if not isinstance(options.model, str):
@@ -214,11 +208,3 @@ def close_store(name: str) -> bool:
         return False
     there.close()
     return True
-
-
-def _check(name: str, value: Any, types: tuple[type, ...]) -> None:
-    if isinstance(value, bool) or not isinstance(value, types):
-        raise ArgumentTypeError(f"the tier kvpool: {name} must be a number, not {type(value).__name__}")
-    number: Any = value
-    if not 0 < number < 1 << 40:  # not NaN either
-        raise ArgumentError(f"the tier kvpool: {name} is {value}; it must be above 0", value=value)

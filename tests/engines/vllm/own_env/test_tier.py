@@ -361,7 +361,7 @@ def test_a_store_of_another_size_is_refused(shared: dict[str, Any]) -> None:
     ("tier", "error", "says"),
     [
         ({"dram_gb": 1}, kvpool.ArgumentError, "dram_gib"),
-        ({"dram_gib": 1, "dram_blocks": 1}, kvpool.ArgumentError, "one of them"),
+        ({"dram_gib": 1, "dram_blocks": 1}, kvpool.ArgumentError, "not both"),
         ({"dram_gib": 1e-7}, kvpool.ArgumentError, "4096"),
         ({"dram_gib": float("nan")}, kvpool.ArgumentError, "above 0"),
         ({"dram_gib": "4"}, kvpool.ArgumentTypeError, "number"),

@@ -1,0 +1,43 @@
+"""What users write into an engine's configuration for kvpool: the checks that all engines share."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from kvpool.errors import ArgumentError, ArgumentTypeError
+
+__all__ = ["check_amount", "check_known", "check_memory"]
+
+
+def check_known(where: str, given: Collection[str], known: Collection[str]) -> None:
+    """Raises ArgumentError for options that nobody knows. `where`: where they stand, as the text begins."""
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        raise ArgumentError(
+            f"{where} has {', '.join(unknown)}, which kvpool does not know; it knows {', '.join(known)}",
+            unknown=unknown,
+        )
+
+
+def check_memory(where: str, given: Mapping[str, Any], count: str) -> None:
+    """Checks ``dram_gib`` and the option that says the same as a count of blocks, or whatever is counted.
+
+    Raises:
+        ArgumentError: Both are given, or one is out of range.
+        ArgumentTypeError: One is no number.
+    """
+    if "dram_gib" in given and given.get(count) is not None:
+        raise ArgumentError(f"{where}: give dram_gib or {count}, not both")
+    check_amount(where, "dram_gib", given.get("dram_gib", 1), (int, float))
+    if given.get(count) is not None:
+        check_amount(where, count, given[count], (int,))
+
+
+def check_amount(where: str, name: str, value: Any, types: tuple[type, ...]) -> None:
+    """Raises ArgumentTypeError for what is no number of these types, ArgumentError for one out of range."""
+    if isinstance(value, bool) or not isinstance(value, types):
+        raise ArgumentTypeError(f"{where}: {name} must be a number, not {type(value).__name__}")
+    number: Any = value
+    if not 0 < number < 1 << 40:  # not NaN either
+        raise ArgumentError(f"{where}: {name} is {value}; it must be above 0", value=value)
