@@ -144,22 +144,26 @@ docs: $(DONE)/module-tests $(DONE)/package-dev ## API reference in build/docs
 # ---- tests
 
 # In this order, so that what fails fast fails first. The first that fails is the last; under KVPOOL_CI all of them run.
-# Without a sanitizer only those C++ tests run that it leaves out: AddressSanitizer's build runs all others.
-TEST_STEPS := set-up style types cpp-plain python-and-builds asan tsan
-# What continuous integration runs besides. It installs inference engines: gigabytes, and minutes.
-CI_STEPS := test-engines
+TEST_STEPS := set-up style types python-and-builds cpp-test
+# Continuous integration compiles the C++ tests for both sanitizers instead. Without one it runs what they leave out. It
+# installs inference engines, too: gigabytes, and minutes.
+CI_STEPS := set-up style types cpp-plain python-and-builds asan tsan test-engines
+# What each of the two must have reported when it ends.
+PYTHON_REPORTS := python.xml python-waiting.xml python-alone.xml
+TEST_REPORTS := $(PYTHON_REPORTS) cpp-test
+CI_REPORTS := $(PYTHON_REPORTS) cpp-plain cpp-asan cpp-tsan engines.xml engines-transformers.xml engines-sglang.xml
 
 .PHONY: test
-test: ## all tests but those with inference engines, sanitizers, lint and types
-	@$(MAKE) --no-print-directory steps STEPS="$(TEST_STEPS) $(if $(KVPOOL_CI),$(CI_STEPS))"
-	@$(BIN)/python .ci/summary.py $(REPORTS)
+test: ## style, types, C++ tests, Python tests; no sanitizers, no inference engines
+	@$(MAKE) --no-print-directory steps STEPS="$(if $(KVPOOL_CI),$(CI_STEPS),$(TEST_STEPS))"
+	@$(BIN)/python .ci/summary.py $(REPORTS) $(if $(KVPOOL_CI),$(CI_REPORTS),$(TEST_REPORTS))
 
 # Hours: what takes long and what AddressSanitizer has seen before. Whether the tests catch the bugs that are planted, the
 # tests of the release build, all tests under ThreadSanitizer, then the long forms of all.
-LONG_STEPS := planted cpp-test tsan-all long-forms
+LONG_STEPS := planted cpp-release tsan-all long-forms
 
 .PHONY: test-long
-test-long: ## hours: long forms, the release build's C++ tests, all tests under ThreadSanitizer
+test-long: ## hours: planted bugs, long forms, the release build's C++ tests, all of them under ThreadSanitizer
 	@$(MAKE) --no-print-directory steps STEPS="$(LONG_STEPS)"
 
 .PHONY: long-forms
@@ -187,6 +191,7 @@ set-up: $(DONE)/tools
 	@$(MAKE) --no-print-directory $(DONE)/package-dev
 
 # The Python tests mostly wait, for peers, leases and deadlines; compilers use what they leave.
+BUILDS = $(if $(KVPOOL_CI),build/asan build/tsan,build/cpp-tests)
 .PHONY: python-and-builds
 python-and-builds: $(DONE)/torch $(DONE)/nixl $(DONE)/triton $(DONE)/module-tests $(DONE)/package-dev
 	@$(MAKE) --no-print-directory -j2 python-test builds
@@ -194,7 +199,7 @@ python-and-builds: $(DONE)/torch $(DONE)/nixl $(DONE)/triton $(DONE)/module-test
 .PHONY: builds
 builds: $(DONE)/tools
 	@mkdir -p $(REPORTS)
-	@$(took); failed=; for build in build/asan build/tsan; do \
+	@$(took); failed=; for build in $(BUILDS); do \
 	nice -n 15 $(MAKE) --no-print-directory $$build || { failed=1; test -n "$${KVPOOL_CI:-}" || break; }; took $$build; done; \
 	test -z "$$failed"
 
@@ -203,9 +208,20 @@ planted: $(DONE)/torch $(DONE)/triton $(DONE)/module-tests $(DONE)/package-dev #
 	$(call say,Planted bugs)
 	@$(BIN)/python -m tools.planted_bugs --cmake=-DKVPOOL_SCRIPTS_PYTHON=$(CURDIR)/$(BIN)/python $(PLANTED)
 
+.PHONY: build/cpp-tests
+build/cpp-tests: $(DONE)/module-tests
+	$(call say,C++ tests without a sanitizer)
+	@$(BIN)/cmake --build build/tests --target kvpool_tests
+
 .PHONY: cpp-test
-cpp-test: $(DONE)/module-release $(DONE)/package-dev ## C++ tests
+cpp-test: build/cpp-tests $(DONE)/package-dev ## C++ tests without a sanitizer
 	$(call say,C++ tests)
+	@mkdir -p $(REPORTS)
+	@KVPOOL_UCX="$(UCX_OF_WHEEL)" $(call in_parts,cpp-test) build/tests/kvpool_tests
+
+.PHONY: cpp-release
+cpp-release: $(DONE)/module-release $(DONE)/package-dev ## C++ tests of the build that users get
+	$(call say,C++ tests of the release build)
 	@mkdir -p $(REPORTS)
 	@$(BIN)/cmake --build build/release --target kvpool_tests
 	@KVPOOL_UCX="$(UCX_OF_WHEEL)" $(call in_parts,cpp-release) build/release/kvpool_tests

@@ -16,18 +16,40 @@ def test_each_step_is_a_target():
         recipe_of(step)
 
 
-def test_make_test_builds_the_cpp_tests_for_the_two_sanitizers_alone():
-    steps = makefile("TEST_STEPS").split()
-    assert {"asan", "tsan"} <= set(steps)
-    assert not {"cpp-test", "tsan-all", "long-forms"} & set(steps)
-    assert {"cpp-test", "tsan-all", "long-forms"} <= set(makefile("LONG_STEPS").split())
+def test_make_test_compiles_the_cpp_tests_once():
+    """In the build of the module. Continuous integration compiles them for both sanitizers, where all of them run."""
+    steps, in_ci = set(makefile("TEST_STEPS").split()), set(makefile("CI_STEPS").split())
+    assert "cpp-test" in steps
+    assert not {"asan", "tsan", "cpp-release", "tsan-all", "long-forms", "planted"} & steps
+    assert {"asan", "tsan", "cpp-plain"} <= in_ci
+    assert not {"cpp-test", "cpp-release", "tsan-all", "long-forms", "planted"} & in_ci
+    assert {"cpp-release", "tsan-all", "long-forms", "planted"} <= set(makefile("LONG_STEPS").split())
     assert "KVPOOL_ONLY_THREADS" not in makefile("SANITIZER_asan")  # it runs all
+    assert makefile("BUILDS") == "$(if $(KVPOOL_CI),build/asan build/tsan,build/cpp-tests)"
+    assert "for build in $(BUILDS)" in recipe_of("builds")
+    assert "--build build/tests --target kvpool_tests" in recipe_of("build/cpp-tests")
+    assert "build/tests/kvpool_tests" in recipe_of("cpp-test")
+
+
+WRITES = re.compile(r"--junitxml=\$\(REPORTS\)/([\w-]+\.xml)|in_parts,([\w-]+)\)|\$\(REPORTS\)/(cpp-\w+) |under_tsan,(tsan)\)")
+
+
+@pytest.mark.parametrize("kind", ["TEST", "CI"])
+def test_a_run_must_have_the_reports_of_its_steps_and_no_others(kind):
+    """A report that no step writes would fail every run; one that nobody expects would hide tests that did not run."""
+    steps = {"python-and-builds": "python-test"}
+    recipes = [recipe_of(steps.get(step, step)) for step in makefile(f"{kind}_STEPS").split()]
+    found = [next(filter(None, groups)) for recipe in recipes for groups in WRITES.findall(recipe)]
+    written = ["cpp-tsan" if name == "tsan" else name for name in found]
+    expected = makefile(f"{kind}_REPORTS").replace("$(PYTHON_REPORTS)", makefile("PYTHON_REPORTS")).split()
+    assert sorted(written) == sorted(expected)
+    assert ".ci/summary.py $(REPORTS) $(if $(KVPOOL_CI),$(CI_REPORTS),$(TEST_REPORTS))" in recipe_of("test")
 
 
 def test_continuous_integration_runs_the_engines_in_their_own_environments():
-    assert makefile("CI_STEPS") == "test-engines"
+    assert "test-engines" in makefile("CI_STEPS").split()
     assert "test-engines" not in makefile("TEST_STEPS"), "nobody who runs `make test` wants gigabytes of engines"
-    assert 'STEPS="$(TEST_STEPS) $(if $(KVPOOL_CI),$(CI_STEPS))"' in recipe_of("test")
+    assert 'STEPS="$(if $(KVPOOL_CI),$(CI_STEPS),$(TEST_STEPS))"' in recipe_of("test")
     assert "export KVPOOL_CI=1" in (ROOT / ".ci" / "run").read_text()
     recipe = recipe_of("test-engines")
     in_vllms = ["tests/engines/transformers", "tests/engines/vllm/own_env"]
@@ -61,7 +83,7 @@ SKIPS = r"doctest::skip|kSanitized|model_length|^#ifdef __SANITIZE_ADDRESS__$"
 
 
 def test_tests_that_a_sanitizer_leaves_out_run_without_one():
-    assert "cpp-plain" in makefile("TEST_STEPS").split()
+    assert "cpp-plain" in makefile("CI_STEPS").split()
     assert "kvpool_plain_tests" in recipe_of("cpp-plain")
     cmake = (ROOT / "CMakeLists.txt").read_text()
     names = re.search(r"foreach\(name ([^)]*)\)\n\s*list\(APPEND plain_sources", cmake)
@@ -103,10 +125,10 @@ def test_the_module_of_the_tests_is_optimised_less_than_a_users():
         assert setting in makefile("MODULE_tests")
         assert setting not in makefile("MODULE_release")
     text = (ROOT / "Makefile").read_text()
-    for target in ("set-up", "cpp-plain", "python-test", "types"):
+    for target in ("set-up", "cpp-plain", "cpp-test", "build/cpp-tests", "python-test", "types"):
         assert "module-release" not in recipe_of(target), target
         assert not re.search(rf"^{target}:.*module-release", text, re.MULTILINE), target
-    for target in ("build", "demo", "bench", "cpp-test"):  # the builds that users get and that are measured
+    for target in ("build", "demo", "bench", "cpp-release"):  # the builds that users get and that are measured
         assert re.search(rf"^{target}:.*\$\(DONE\)/module-release ", text, re.MULTILINE), target
 
 
