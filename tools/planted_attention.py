@@ -111,7 +111,7 @@ ATTENTION_BUGS: Final[tuple[Bug, ...]] = (
         "views",
         "blocks that a borrower viewed stay held when it dies: the creditor's memory runs out",
         in_cpp("views/peer_views.cpp", "return !entry.second.by_mapping;", "return false;"),
-        ("remote_views_test.cpp",),
+        ("peer_views_test.cpp",),
     ),
     Bug(
         "recall-leaves-views",
@@ -129,8 +129,7 @@ ATTENTION_BUGS: Final[tuple[Bug, ...]] = (
         "distributed",
         "an engine takes speculated tokens back into a block that a creditor has: it writes one that nobody reads",
         in_cpp("distributed/sequence.cpp", "if (tokens < tokens_) {", "if (tokens + 1 == 0) {"),
-        ("python/test_attention_peers.py",),
-        build="python",
+        ("remote_views_test.cpp",),
     ),
     Bug(
         "copy-of-rejected-tokens",
@@ -141,8 +140,7 @@ ATTENTION_BUGS: Final[tuple[Bug, ...]] = (
             "low == set_backs_.end() ? tokens_ : std::min(tokens_, low->tokens)",
             "low == set_backs_.end() ? tokens_ : std::max(tokens_, low->tokens)",
         ),
-        ("python/test_attention_peers.py",),
-        build="python",
+        ("remote_views_test.cpp",),
     ),
     Bug(
         "lent-attention-counts-on",
@@ -189,7 +187,7 @@ ATTENTION_BUGS: Final[tuple[Bug, ...]] = (
             "std::erase_if(views_, [](const auto& entry) { return !entry.second.by_mapping; });",
             "views_.clear();",
         ),
-        ("remote_views_test.cpp",),
+        ("peer_views_test.cpp",),
     ),
     Bug(
         "lend-cap-ignored",

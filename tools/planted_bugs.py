@@ -39,6 +39,7 @@ CASE = re.compile(r"^TEST CASE:\s+(.*)$", re.MULTILINE)
 RULE = re.compile(r"^={60,}$", re.MULTILINE)
 FAILED = re.compile(r"\bERROR: |Sanitizer|runtime error")
 SANITIZER = re.compile(r"\w+Sanitizer: [\w-]+|runtime error: .*")
+NOTHING = re.compile(r"^\[doctest\] test cases:\s+0 \|", re.MULTILINE)
 PYTEST_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 
 
@@ -122,6 +123,7 @@ class Tests:
     def __init__(self, bugs: Sequence[Bug], cmake_arguments: Sequence[str]) -> None:
         self._bugs = bugs
         self._arguments = cmake_arguments
+        self._configured: set[str] = set()
         listed = subprocess.run(
             ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
         )
@@ -137,7 +139,7 @@ class Tests:
     def build(self, build: str) -> Outcome:
         """Builds the C++ tests that are needed, as AddressSanitizer's or ThreadSanitizer's build."""
         folder = BUILDS / build
-        if not (folder / "build.ninja").exists():
+        if build not in self._configured:  # also one that is there: its files may be those of other bugs
             files = sorted({test for bug in self._bugs if bug.build == build for test in bug.tests})
             launchers = [f"-DCMAKE_{language}_COMPILER_LAUNCHER=ccache" for language in ("C", "CXX")]
             configured = run(
@@ -150,6 +152,7 @@ class Tests:
             )  # fmt: skip
             if not configured.passed:
                 return configured
+            self._configured.add(build)
         return run([self.tools("cmake"), "--build", folder, "--target", "kvpool_tests"], {}, 24 * 3600)
 
     def run(self, build: str, tests: Sequence[str]) -> Outcome:
@@ -160,7 +163,10 @@ class Tests:
         program = BUILDS / build / "kvpool_tests"
         layout = ["setarch", os.uname().machine, "-R"] if build == "thread" and shutil.which("setarch") else []
         chosen = ",".join(f"*/{test}" for test in tests)
-        return run([*layout, program, f"-sf={chosen}", "--abort-after=1"], ENVIRONMENT, SECONDS)
+        outcome = run([*layout, program, f"-sf={chosen}", "--abort-after=1"], ENVIRONMENT, SECONDS)
+        if outcome.passed and NOTHING.search(outcome[1]):
+            raise SystemExit(f"no test case of {', '.join(tests)} was run")
+        return outcome
 
 
 def clean_runs(tests: Tests, bugs: Sequence[Bug]) -> bool:

@@ -422,8 +422,7 @@ BUGS: Final[tuple[Bug, ...]] = (
         in_cpp(
             "pool/cache_copies.cpp", "    copies.claims_.reserve_active(into_.data(), into_.size(), kNoPeer, 0);\n", ""
         ),
-        ("python/cuda/test_copies.py",),
-        build="python",
+        ("swap_begin_test.cpp",),
     ),
     Bug(
         "simulated-compute-unbounded",

@@ -273,6 +273,25 @@ TEST_CASE("a peer that computes for too many calls refuses more, and one that co
   CHECK(refusals < 40);
 }
 
+TEST_CASE("a peer is not busy with what it has answered") {
+  const AttendMember a("a", 4);
+  const AttendMember b("b", 1024, 41, "sock");  // whose memory is not mapped
+  a.meet(b);
+  const auto small = sequence_of(*a.node, a.borrow("b", 1));
+  for (int i = 0; i < 41; ++i) {
+    const auto attend = Attend::start(*a.node, request_of({small}), soon());
+    REQUIRE(attend->wait(soon()));
+    attend->rethrow_if_failed();
+  }
+  const auto large = sequence_of(*a.node, a.borrow("b", 1023));
+  std::vector<std::shared_ptr<Attend>> attends;
+  for (int i = 0; i < 40; ++i) attends.push_back(Attend::start(*a.node, request_of({large}), soon()));
+  for (const auto& attend : attends) {
+    REQUIRE(attend->wait(soon()));
+    CHECK_NOTHROW(attend->rethrow_if_failed());
+  }
+}
+
 TEST_CASE("what a peer is too busy for is read from here where its memory is mapped") {
   const AttendMember a("a", 4);
   const AttendMember b("b", 1024, 1);

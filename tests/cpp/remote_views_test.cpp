@@ -98,31 +98,34 @@ TEST_CASE("a view that a peer refuses leaves nothing held anywhere") {
 }
 
 TEST_CASE("blocks that were recalled are stale to the attention, and free for their owner") {
-  const Three three(8);
-  const Addresses at_b = three.a.borrow("b", 3);
-  fill_values(three.b.pool(), at_b, 0, 1.0F);
-  const auto sequence = sequence_of(*three.a.node, at_b);
-  const auto other = sequence_of(*three.a.node, Addresses{at_b[0]});
-  const RecallResult result = three.b.service->recall("a", Addresses{at_b[1]}, Waiting(monotonic_ns() + 20'000'000));
-  CHECK(result.freed + result.quarantined == 1);
-  CHECK(comes_true([&] { return free_blocks(three.b.pool()) == 6; }));
-  const auto attend = Attend::start(*three.a.node, request_of({sequence}), soon());
-  REQUIRE(attend->wait(soon()));
-  CHECK(code_of([&] { attend->rethrow_if_failed(); }) == ErrorCode::kStaleAddress);
-  CHECK(sequence->lost() == std::vector<TokenRange>{{kPage, 2 * kPage}});
-  const Addresses again = three.a.borrow("b", 1);  // the same peer
-  fill_values(three.b.pool(), again, 0, 1.0F);
-  CHECK(sequence->replace(1, again, soon()) == Addresses{at_b[1]});
-  for (int i = 0; i < 2; ++i) {
-    const auto mended = Attend::start(*three.a.node, request_of({sequence}), soon());
-    REQUIRE(mended->wait(soon()));
-    mended->rethrow_if_failed();
-    CHECK(finished(*mended).front() == all_of_value(1.0F));
+  for (const char* const route : {"", "sock"}) {  // with sock, the peer has nothing mapped
+    CAPTURE(route);
+    const Three three(8, route);
+    const Addresses at_b = three.a.borrow("b", 3);
+    fill_values(three.b.pool(), at_b, 0, 1.0F);
+    const auto sequence = sequence_of(*three.a.node, at_b);
+    const auto other = sequence_of(*three.a.node, Addresses{at_b[0]});
+    const RecallResult result = three.b.service->recall("a", Addresses{at_b[1]}, Waiting(monotonic_ns() + 20'000'000));
+    CHECK(result.freed + result.quarantined == 1);
+    CHECK(comes_true([&] { return free_blocks(three.b.pool()) == 6; }));
+    const auto attend = Attend::start(*three.a.node, request_of({sequence}), soon());
+    REQUIRE(attend->wait(soon()));
+    CHECK(code_of([&] { attend->rethrow_if_failed(); }) == ErrorCode::kStaleAddress);
+    CHECK(sequence->lost() == std::vector<TokenRange>{{kPage, 2 * kPage}});
+    const Addresses again = three.a.borrow("b", 1);  // the same peer
+    fill_values(three.b.pool(), again, 0, 1.0F);
+    CHECK(sequence->replace(1, again, soon()) == Addresses{at_b[1]});
+    for (int i = 0; i < 2; ++i) {
+      const auto mended = Attend::start(*three.a.node, request_of({sequence}), soon());
+      REQUIRE(mended->wait(soon()));
+      mended->rethrow_if_failed();
+      CHECK(finished(*mended).front() == all_of_value(1.0F));
+    }
+    CHECK(sequence->lost().empty());
+    const auto intact = Attend::start(*three.a.node, request_of({other}), soon());
+    REQUIRE(intact->wait(soon()));
+    CHECK(finished(*intact).front() == all_of_value(1.0F));
   }
-  CHECK(sequence->lost().empty());
-  const auto intact = Attend::start(*three.a.node, request_of({other}), soon());
-  REQUIRE(intact->wait(soon()));
-  CHECK(finished(*intact).front() == all_of_value(1.0F));
 }
 
 TEST_CASE("blocks that are being read from here stay as they are when they are recalled, or the link ends") {
@@ -153,6 +156,38 @@ TEST_CASE("blocks that are being read from here stay as they are when they are r
     if (parting.joinable()) parting.join();
     three.b.pool().audit();
   }
+}
+
+TEST_CASE("tokens are not set back into a block that lies with a peer") {
+  const Three three(8);
+  const Addresses here = alloc(three.a.pool(), 4);
+  const auto sequence = sequence_of(*three.a.node, here, 3 * kPage + 1);
+  sequence->replace(0, three.a.borrow("b", 2), soon());
+  CHECK(code_of([&] { sequence->set_tokens(kPage + 1); }) == ErrorCode::kState);
+  CHECK(sequence->tokens() == 3 * kPage + 1);
+  sequence->set_tokens(2 * kPage);  // block 2 is here
+  CHECK(sequence->tokens() == 2 * kPage);
+  sequence->replace(1, Addresses{here[1]}, soon());
+  sequence->set_tokens(kPage + 1);
+  CHECK(sequence->tokens() == kPage + 1);
+}
+
+TEST_CASE("a block that may have been written while it was copied does not move") {
+  const Three three(8);
+  const Addresses here = alloc(three.a.pool(), 4);
+  const auto sequence = sequence_of(*three.a.node, here, 3 * kPage + 1);
+  const Addresses lent = three.a.borrow("b", 2);
+  const std::uint64_t copied_at = sequence->set_backs();
+  const std::vector<std::uint64_t> blocks = {0, 1};
+  sequence->set_tokens(kPage + 1);  // what was speculated is rejected, and written anew
+  sequence->set_tokens(3 * kPage + 1);
+  const auto move = [&](std::size_t n) {
+    sequence->switch_blocks({blocks.data(), n}, {here.data(), n}, {lent.data(), n}, copied_at, soon());
+  };
+  CHECK(code_of([&] { move(2); }) == ErrorCode::kState);
+  CHECK(sequence->addresses() == here);
+  move(1);  // that one was not written
+  CHECK(sequence->addresses() == Addresses{lent[0], here[1], here[2], here[3]});
 }
 
 }  // namespace

@@ -261,6 +261,20 @@ TEST_CASE("a swap in whose audit finds a fault gives back no block that the inde
   }
 }
 
+TEST_CASE("blocks that a copy fills cannot be freed before it has ended") {
+  HeldPool held(4, 4);
+  const Found found = match(held.pool, held.store(1, 2, Medium::kDram));
+  const Addresses into = alloc(*held.pool, 2);
+  held.mover.hold(TierWay::kIn, true);
+  const auto copy = held.pool->begin_copy(TierWay::kIn, found.addresses, into, {});
+  REQUIRE(held.mover.begun(TierWay::kIn));
+  CHECK(code_of([&] { held.pool->free(into.data(), into.size()); }) == ErrorCode::kState);
+  held.mover.hold(TierWay::kIn, false);
+  CHECK_FALSE(end_of(*copy));
+  held.pool->free(into.data(), into.size());
+  held.pool->audit();
+}
+
 TEST_CASE("a forked child does not touch a pool with swaps under way") {
   HeldPool held(8, 8);
   held.store(1, 2);

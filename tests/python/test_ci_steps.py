@@ -31,7 +31,9 @@ def test_make_test_compiles_the_cpp_tests_once():
     assert "build/tests/kvpool_tests" in recipe_of("cpp-test")
 
 
-WRITES = re.compile(r"--junitxml=\$\(REPORTS\)/([\w-]+\.xml)|in_parts,([\w-]+)\)|\$\(REPORTS\)/(cpp-\w+) |under_tsan,(tsan)\)")
+WRITES = re.compile(
+    r"--junitxml=\$\(REPORTS\)/([\w-]+\.xml)|in_parts,([\w-]+)\)|\$\(REPORTS\)/(cpp-\w+) |under_tsan,(tsan)\)"
+)
 
 
 @pytest.mark.parametrize("kind", ["TEST", "CI"])

@@ -35,6 +35,9 @@ def test_planted_bugs_are_for_tests_that_make_test_runs():
         for test in bug.tests:
             path = ROOT / "tests" / (test if bug.build == "python" else f"cpp/{test}")
             assert path.is_file(), f"{bug.name} in tools/planted_list.py: there is no {path}"
+            assert bug.build != "python" or all(file.endswith(".py") for file, _, _ in bug.edits), (
+                f"{bug.name} in tools/planted_list.py: nothing compiles it for the Python tests"
+            )
     assert "planted" in makefile("LONG_STEPS").split()
 
 
