@@ -103,6 +103,13 @@ def add_parser(commands: Any) -> None:
     )
     add("--events-replay", default="", metavar="NAME=ENDPOINT[,...]", help="where they repeat what was missed")
     add(
+        "--events-blocks",
+        type=int,
+        default=1 << 18,
+        metavar="N",
+        help="most blocks that are known of an instance by its events",
+    )
+    add(
         "--block-tokens",
         type=int,
         metavar="N",
@@ -228,6 +235,7 @@ def _run(options: Options, arguments: argparse.Namespace) -> None:
         tokenize=given.tokenize,
         tokenize_timeout_s=given.tokenize_timeout,
         events=_events(given.events, given.events_replay),
+        events_blocks_max=given.events_blocks,
         block_tokens=given.block_tokens,
         health=router.HealthSettings(
             path=given.health_path,

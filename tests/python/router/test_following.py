@@ -211,10 +211,10 @@ def test_an_address_that_zmq_refuses_costs_the_events_alone():
 def test_following_that_fails_is_tried_again_and_costs_the_events_alone(monkeypatch):
     real, failing = kvpool.observe.events.EventSubscriber, True
 
-    def subscriber(*arguments: Any) -> Any:
+    def subscriber(*arguments: Any, **options: Any) -> Any:
         if failing:
             raise OSError(errno.EMFILE, "Too many open files")
-        return real(*arguments)
+        return real(*arguments, **options)
 
     monkeypatch.setattr(kvpool.observe.events, "EventSubscriber", subscriber)
     with logged() as records, fakes("a", "b") as two, caches("a") as cached:

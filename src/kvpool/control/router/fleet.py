@@ -61,7 +61,7 @@ class Fleet:
             holders_max=0,
             blocks_max=settings.tree_blocks_max,
         )
-        self._following = Following(settings.events)
+        self._following = Following(settings.events, settings.events_blocks_max, metrics)
         self._evicted_counted = 0  # the tree's evictions that the metrics contain
         self._by_name: dict[str, Instance] = {}
         self._by_number: dict[int, Instance] = {}

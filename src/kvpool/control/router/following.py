@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvpool.control.router.logs import event
+from kvpool.control.router.metrics import Metrics
 from kvpool.control.router.settings import EventsSpec
 from kvpool.errors import ArgumentError, Unsupported
 from kvpool.index import RemovedEvent, StoredEvent
@@ -58,6 +60,7 @@ class _Followed:
     feed: _Feed
     subscriber: EventSubscriber
     told: set[str] = field(default_factory=set)  # faults that the log has
+    counted: Counter[str] = field(default_factory=Counter)  # what the metrics contain
 
 
 class Following:
@@ -65,13 +68,17 @@ class Following:
 
     Args:
         endpoints: Of instances, by name: those that publish events.
+        blocks_max: Of an instance, that are known at most.
+        metrics: To count in.
 
     Raises:
         Unsupported: There are endpoints, and the packages for events are missing.
     """
 
-    def __init__(self, endpoints: Mapping[str, EventsSpec]) -> None:
+    def __init__(self, endpoints: Mapping[str, EventsSpec], blocks_max: int, metrics: Metrics) -> None:
         self._endpoints = endpoints
+        self._blocks_max = blocks_max
+        self._metrics = metrics
         self._followed: dict[int, _Followed] = {}  # by the instance's number
         self._not_followed: dict[int, Exception] = {}  # the log has these
         if endpoints:
@@ -106,7 +113,7 @@ class Following:
 
         feed = _Feed(tree)
         try:
-            subscriber = EventSubscriber(feed, number, spec.endpoint, spec.replay)
+            subscriber = EventSubscriber(feed, number, spec.endpoint, spec.replay, blocks_max=self._blocks_max)
         except Exception as error:
             self._not_followed[number] = error
             if str(before) != str(error):
@@ -121,6 +128,7 @@ class Following:
         self._not_followed.pop(number, None)
         followed = self._followed.pop(number, None)
         if followed is not None:
+            self._count(followed)
             followed.feed.stop()
             # Its thread may be waiting for the answer of an instance that is gone.
             threading.Thread(target=followed.subscriber.close, name="kvpool-unfollow", daemon=True).start()
@@ -146,20 +154,28 @@ class Following:
             "gaps": subscriber.gaps,
             "malformed": subscriber.malformed,
             "left_out": subscriber.left_out,
+            "dropped": subscriber.dropped,
         }
 
     def tick(self) -> None:
-        """Logs what is wrong with events, once for each instance."""
+        """Counts what is wrong with events, and logs it once for each instance."""
         for followed in self._followed.values():
-            subscriber = followed.subscriber
-            for fault, count in (("malformed", subscriber.malformed), ("left_out", subscriber.left_out)):
-                if count and fault not in followed.told:
+            self._count(followed)
+            for fault, template in _CAUSES.items():
+                if getattr(followed.subscriber, fault) and fault not in followed.told:
                     followed.told.add(fault)
-                    cause = _CAUSES[fault].format(followed.feed.block_tokens)
+                    cause = template.format(followed.feed.block_tokens, self._blocks_max)
                     event(logging.WARNING, "events ignored", instance=followed.name, cause=cause)
+
+    def _count(self, followed: _Followed) -> None:
+        for what, counter in (("gaps", self._metrics.events_forgotten), ("dropped", self._metrics.events_dropped)):
+            now = getattr(followed.subscriber, what)
+            counter.labels(followed.name).inc(now - followed.counted[what])
+            followed.counted[what] = now
 
 
 _CAUSES = {
     "malformed": "messages that are no batch of KV events",
-    "left_out": "blocks of another size than --block-tokens, {}, or of layers of another kind",
+    "left_out": "blocks of another size than --block-tokens, {0}, or of layers of another kind",
+    "dropped": "the oldest blocks, because the instance has more than --events-blocks, {1}",
 }

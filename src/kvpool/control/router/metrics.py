@@ -34,6 +34,14 @@ class Metrics:
         self.up = self._gauge("instance_up", "1 for an instance that is healthy or on trial", "instance")
         self.draining = self._gauge("instance_draining", "1 for an instance that is drained", "instance")
         self.synced = self._gauge("events_synced", "1 if the tree has all events of a followed instance", "instance")
+        self.events_forgotten = self._counter(
+            "events_forgotten",
+            "Times that an instance was forgotten, as its events were missed",
+            "instance",
+        )
+        self.events_dropped = self._counter(
+            "events_blocks_dropped", "Blocks of an instance that were dropped, because it has too many", "instance"
+        )
         self.tree_blocks = self._gauge("tree_blocks", "Blocks in the prompt tree")
         self.tree_evicted = self._counter("tree_blocks_evicted", "Blocks that it forgot because they were too many")
         self.decision = self._histogram("decision_seconds", "Choosing an instance", _DECISION_S)

@@ -175,6 +175,7 @@ class RouterSettings:
         tokenize: The path at which instances are asked for the tokens of prompts; None: they are not asked.
         tokenize_timeout_s: For an instance to tell them.
         events: Where instances publish KV events, by the instances' names.
+        events_blocks_max: Blocks that are known of an instance by its events; beyond it the oldest are dropped.
         block_tokens: Tokens of a block in the prompt tree: as many as the instances' blocks have, if their events are
             followed. None: those of the profile, or 16.
         health: When an instance is out.
@@ -222,6 +223,7 @@ class RouterSettings:
     tokenize: str | None = None
     tokenize_timeout_s: float = 0.5
     events: Mapping[str, EventsSpec] = field(default_factory=dict)
+    events_blocks_max: int = 1 << 18
     block_tokens: int | None = None
     health: HealthSettings = field(default_factory=HealthSettings)
     retries: int = 2
@@ -300,4 +302,4 @@ class RouterSettings:
             raise ArgumentError(f"tokenize path {self.tokenize!r} must begin with /")
         if self.block_tokens is not None and not 0 < self.block_tokens <= 1 << 16:
             raise ArgumentError(f"block_tokens is {self.block_tokens}; it must be from 1 to {1 << 16}")
-        _positive(self, "tokenize_timeout_s")
+        _positive(self, "tokenize_timeout_s", "events_blocks_max")

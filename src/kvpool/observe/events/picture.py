@@ -4,15 +4,22 @@ A wire event names blocks by hashes, a prompt index by all tokens from the promp
 kept with its tokens and the block before it. Blocks may be stored and removed in any order, as vLLM does; the index is
 told of those whose whole prefix is stored.
 
+An index takes whole prefixes, so telling it of the end of a prompt costs as much as the prompt is long. Therefore the
+index is told of new blocks only when they are at least a 32nd of their prefix. The others wait for the next such block,
+or for `catch_up`, which a subscriber calls when nothing else is to be done. So what is matched is at most a 32nd too
+short meanwhile, and the work for a block does not grow with its prompt.
+
 Invariants
   V1  A block is live if and only if it is in some medium, the block before it is live or it is the first of its prompt,
-      and only tokens and namespace distinguish it from others. Between two batches the index holds exactly the live
-      blocks.
+      and only tokens and namespace distinguish it from others. Between two batches the index holds exactly the told
+      blocks. A told block is live, and so is the block before it told. After `catch_up` all live blocks are told.
   V2  A block that is in no medium and has no block after it is not kept.
+  V3  Between two batches there are at most `blocks_max` blocks. `_ends` has exactly those without a block after them.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any, Final, Protocol
 
@@ -21,10 +28,17 @@ import numpy as np
 from kvpool.index import RemovedEvent, StoredEvent
 from kvpool.observe.events.wire import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, WireEvent
 
-__all__ = ["FollowsEvents", "Picture"]
+__all__ = ["BLOCKS_MAX", "FollowsEvents", "Picture"]
+
+BLOCKS_MAX: Final = 1 << 18  # some 150 MiB
 
 _NO_ADDRS: Final = np.empty(0, np.uint64)  # the addresses of another process mean nothing here
 _UNSAID: Final = "?"  # the medium of a publisher that names none
+_MEDIA_MAX: Final = 8  # of a block
+_NAMESPACE_MAX: Final = 4096  # characters
+_STRIDE: Final = 32  # a path is told when its untold end is at least this part of it
+_DROP_PART: Final = 64  # of the most blocks: so many are dropped at once, so that long prompts are sunk in one go
+_CATCH_UP_BLOCKS: Final = 1 << 16  # of work in one call of `catch_up`: milliseconds
 
 
 class FollowsEvents(Protocol):
@@ -44,18 +58,34 @@ class _Block:
     False where something stands there that no namespace can express.
     """
 
-    __slots__ = ("after", "before", "extra", "hash", "live", "media", "namespace", "rooted", "tokens")
+    __slots__ = (
+        "after",
+        "before",
+        "depth",
+        "extra",
+        "hash",
+        "live",
+        "media",
+        "namespace",
+        "rooted",
+        "tokens",
+        "told",
+        "untold"
+    )  # fmt: skip
 
     def __init__(self, name: BlockHash) -> None:
         self.hash = name
         self.before: _Block | None = None
         self.rooted = False
         self.after: dict[BlockHash, _Block] = {}
-        self.tokens: np.ndarray[Any, np.dtype[np.int32]] | None = None
+        self.tokens: bytes | None = None  # int32; a copy, which keeps no message alive
         self.extra: str | bool | None = None
         self.media: set[str] = set()
         self.live = False
         self.namespace = ""
+        self.depth = 0  # blocks from the start of the prompt to here; while it is live
+        self.told = False
+        self.untold = 0  # of these blocks, at the end, when it became live
 
 
 class Picture:
@@ -67,15 +97,26 @@ class Picture:
         target: The index.
         instance: The instance id of the publisher in the index.
         block_tokens: Tokens a block; ignores events of another size.
+        blocks_max: The most blocks that are kept; beyond it those stored longest ago are dropped, ends of prompts
+            first.
+
+    Attributes:
+        left_out: Ignored blocks: of another size, or of layers of another kind.
+        dropped: Blocks that were dropped because there were too many.
     """
 
-    def __init__(self, target: FollowsEvents, instance: int, block_tokens: int) -> None:
+    def __init__(self, target: FollowsEvents, instance: int, block_tokens: int, blocks_max: int = BLOCKS_MAX) -> None:
         self._target = target
         self._instance = instance
         self._block_tokens = block_tokens
+        self._blocks_max = blocks_max
         self._blocks: dict[BlockHash, _Block] = {}
+        self._ends: OrderedDict[BlockHash, _Block] = OrderedDict()  # stored longest ago first
+        self._waiting: dict[_Block, None] = {}  # ends of paths of which the index is not told yet
+        self._credit = 0  # blocks of prefixes that may be told: what new blocks have paid for
         self._sequence = 0
         self.left_out = 0
+        self.dropped = 0
 
     def __len__(self) -> int:
         """The number of live blocks."""
@@ -86,14 +127,21 @@ class Picture:
         """Whether nothing of the publisher is known."""
         return not self._blocks
 
+    @property
+    def is_caught_up(self) -> bool:
+        """Whether the index holds all live blocks."""
+        return not self._waiting
+
     def clear(self) -> None:
         """Forgets all blocks of the publisher."""
         self._blocks.clear()
+        self._ends.clear()
+        self._waiting.clear()
         self._target.forget(self._instance)
 
     def apply(self, events: Iterable[WireEvent]) -> None:
         """Applies the events of a batch."""
-        gone: list[_Block] = []
+        gone: dict[_Block, None] = {}
         for event in events:
             if isinstance(event, AllBlocksCleared):
                 gone.clear()
@@ -101,58 +149,120 @@ class Picture:
             elif event.group_idx not in (None, 0):
                 self.left_out += len(event.block_hashes)  # layers of another kind keep other blocks
             elif isinstance(event, BlockRemoved):
-                gone += self._take_out(event)
+                gone |= self._take_out(event)
             elif event.block_size == self._block_tokens:
                 self._put_in(event)
             else:
                 self.left_out += len(event.block_hashes)
-        # At the end of a batch: a block that moves to another medium is reported as removed first.
-        for block in gone:
-            if not block.media:
+        # At the end of a batch: a block that moves to another medium is reported as removed first. Beginnings of
+        # prompts go first: the index forgets what is behind them along with them.
+        for block in sorted(gone, key=lambda block: block.depth):
+            if not block.media and self._blocks.get(block.hash) is block:
                 self._sink(block)
                 self._drop(block)
 
+    def catch_up(self) -> None:
+        """Tells the index of some paths that wait; after enough calls of all."""
+        work = 0
+        while self._waiting and work < _CATCH_UP_BLOCKS:
+            block = next(iter(self._waiting))
+            work += block.depth
+            self._tell_stored(block)
+
+    # ---- blocks
+
     def _put_in(self, event: BlockStored) -> None:
         size = self._block_tokens
-        before = None if event.parent_block_hash is None else self._named(event.parent_block_hash)
-        for position, name in enumerate(event.block_hashes):
+        names = event.block_hashes[: self._blocks_max]
+        self.dropped += len(event.block_hashes) - len(names)
+        before = None if event.parent_block_hash is None or not names else self._named(event.parent_block_hash)
+        for position, name in enumerate(names):
             block = self._named(name)
             if block.tokens is None:
-                block.tokens = event.token_ids[position * size : (position + 1) * size]
+                block.tokens = event.token_ids[position * size : (position + 1) * size].tobytes()
                 block.extra = _extra(event, position)
                 block.rooted = before is None
                 block.before = before
                 if before is not None:
                     before.after[name] = block
-            block.media.add(event.medium or _UNSAID)
+                    self._ends.pop(before.hash, None)
+            if len(block.media) < _MEDIA_MAX:
+                block.media.add(event.medium or _UNSAID)
+            if name in self._ends:
+                self._ends.move_to_end(name)
             before = block
-        self._raise([self._blocks[name] for name in event.block_hashes])
+        self._raise([self._blocks[name] for name in names])
+        if len(self._blocks) > self._blocks_max:
+            self._shrink()
 
     def _named(self, name: BlockHash) -> _Block:
         block = self._blocks.get(name)
         if block is None:
-            block = self._blocks[name] = _Block(name)
+            block = self._blocks[name] = self._ends[name] = _Block(name)
         return block
 
-    def _take_out(self, event: BlockRemoved) -> list[_Block]:
+    def _take_out(self, event: BlockRemoved) -> dict[_Block, None]:
         found = [block for block in map(self._blocks.get, event.block_hashes) if block is not None]
         for block in found:
             if event.medium is None:
                 block.media.clear()
             else:
                 block.media -= {event.medium, _UNSAID}
-        return [block for block in found if not block.media]
+        return {block: None for block in found if not block.media}
+
+    def _drop(self, block: _Block) -> None:
+        """Forgets a block that is in no medium, and those before it that were kept for its sake alone."""
+        here: _Block | None = block
+        while here is not None and not here.media and not here.after and self._blocks.pop(here.hash, False):
+            self._ends.pop(here.hash, None)
+            here = self._unlink(here)
+
+    def _unlink(self, block: _Block) -> _Block | None:
+        """Takes a block from behind the one before it, which it returns."""
+        before = block.before
+        if before is not None:
+            del before.after[block.hash]
+            if not before.after:
+                self._ends[before.hash] = before
+        return before
+
+    def _shrink(self) -> None:
+        """Drops the oldest blocks until there is room again."""
+        most = self._blocks_max - self._blocks_max // _DROP_PART
+        while len(self._blocks) > most:
+            if not self._ends:  # parents in a circle, which no engine has
+                self.dropped += len(self._blocks)
+                self.clear()
+                return
+            _, top = self._ends.popitem(last=False)
+            run = [top]
+            while len(self._blocks) - len(run) > most and top.before is not None and len(top.before.after) == 1:
+                top = top.before
+                run.append(top)
+            self._sink(top)
+            for block in run:
+                del self._blocks[block.hash]
+            self.dropped += len(run)
+            before = self._unlink(top)
+            if before is not None and not before.after:
+                if before.media:
+                    self._ends.move_to_end(before.hash, last=False)  # the rest of this prompt goes first
+                else:
+                    self._drop(before)
+
+    # ---- what is live, and what the index is told
 
     def _raise(self, run: list[_Block]) -> None:
         """Makes live what can be of these blocks and of those behind them, and tells the index of each new path."""
         waiting = run[::-1]
         while waiting:
             block = waiting.pop()
-            risen = not block.live and self._rise(block)
-            below = [child for child in block.after.values() if not child.live] if block.live else []
+            if block.live or not self._rise(block):
+                continue
+            below = [child for child in block.after.values() if not child.live]
             waiting += below
-            if risen and not any(self._can_rise(child) for child in below):
-                self._tell_stored(block)
+            if not any(self._can_rise(child) for child in below):
+                self._path_grew(block)
 
     def _can_rise(self, block: _Block) -> bool:
         if not block.media or block.extra is False:
@@ -165,47 +275,65 @@ class Picture:
     def _rise(self, block: _Block) -> bool:
         if not self._can_rise(block):
             return False
+        before = block.before
         block.live = True
-        block.namespace = block.before.namespace if block.before is not None else str(block.extra or "")
+        block.untold = 1
+        if before is None:
+            block.namespace, block.depth = str(block.extra or ""), 1
+        else:
+            block.namespace, block.depth = before.namespace, before.depth + 1
+            if not before.told:
+                block.untold += before.untold
+                self._waiting.pop(before, None)  # it is told together with this one
+        self._credit += _STRIDE + 1
         return True
+
+    def _path_grew(self, end: _Block) -> None:
+        """A path ends at this block, which is new."""
+        if end.untold * _STRIDE >= end.depth and self._credit >= end.depth:
+            self._credit -= end.depth
+            self._tell_stored(end)
+        else:
+            self._waiting[end] = None
 
     def _sink(self, top: _Block) -> None:
         """Marks the block, and those behind it, as no longer live."""
         if not top.live:
             return
-        self._sequence += 1
-        tokens, depth = _prefix(top)
-        self._target.apply(self._instance, RemovedEvent(self._sequence, top.namespace, tokens, depth - 1, _NO_ADDRS))
+        if top.told:
+            self._sequence += 1
+            removed = RemovedEvent(self._sequence, top.namespace, _prefix(top), top.depth - 1, _NO_ADDRS)
+            self._target.apply(self._instance, removed)
         waiting = [top]
         while waiting:
             block = waiting.pop()
-            block.live = False
+            block.live = block.told = False
+            self._waiting.pop(block, None)
             waiting += [child for child in block.after.values() if child.live]
+        before = top.before
+        if before is not None and before.live and not before.told:
+            self._waiting[before] = None  # it waited together with this one
 
     def _tell_stored(self, block: _Block) -> None:
         self._sequence += 1
-        tokens, _ = _prefix(block)
-        self._target.apply(self._instance, StoredEvent(self._sequence, block.namespace, tokens, 0, _NO_ADDRS))
-
-    def _drop(self, block: _Block) -> None:
-        """Forgets a block that is in no medium, and those before it that were kept for its sake alone."""
+        stored = StoredEvent(self._sequence, block.namespace, _prefix(block), 0, _NO_ADDRS)
+        self._target.apply(self._instance, stored)
         here: _Block | None = block
-        while here is not None and not here.media and not here.after and self._blocks.pop(here.hash, False):
-            before = here.before
-            if before is not None:
-                del before.after[here.hash]
-            here = before
+        while here is not None and not here.told:
+            here.told = True
+            self._waiting.pop(here, None)
+            here = here.before
 
 
-def _prefix(block: _Block) -> tuple[np.ndarray[Any, np.dtype[np.int32]], int]:
-    """All tokens from the start of the prompt to the end of a live block, and how many blocks that is."""
+def _prefix(block: _Block) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """All tokens from the start of the prompt to the end of a live block."""
     parts = []
     here: _Block | None = block
     while here is not None:
         assert here.tokens is not None
         parts.append(here.tokens)
         here = here.before
-    return np.concatenate(parts[::-1]), len(parts)
+    return np.frombuffer(b"".join(parts[::-1]), np.int32)
 
 
 def _extra(event: BlockStored, position: int) -> str | bool | None:
@@ -213,9 +341,9 @@ def _extra(event: BlockStored, position: int) -> str | bool | None:
     keys = event.extra_keys[position] if event.extra_keys is not None else None
     if keys:
         only = keys[0] if len(keys) == 1 else None
-        return only if isinstance(only, str) else False
+        return only if isinstance(only, str) and len(only) <= _NAMESPACE_MAX else False
     if event.extra_keys is None and event.lora_name is not None:
-        return event.lora_name
+        return event.lora_name if len(event.lora_name) <= _NAMESPACE_MAX else False
     if event.lora_id is not None and event.lora_name is None:
         return False  # a number that another publisher may give to another adapter
     return None

@@ -13,11 +13,13 @@ from typing import Final
 
 from kvpool.errors import ArgumentError, DeadlineExceeded, ProtocolError
 from kvpool.index import InstanceIndex, RemovedEvent, StoredEvent
-from kvpool.observe.events.picture import FollowsEvents, Picture
+from kvpool.observe.events.picture import BLOCKS_MAX, FollowsEvents, Picture
 from kvpool.observe.events.wire import decode
 
 try:
     import zmq
+
+    from kvpool.observe.events.connection import ConnectionWatch
 except ImportError as error:
     raise ImportError("kvpool.observe.events needs pyzmq: pip install 'kvpool[events]'") from error
 
@@ -40,8 +42,8 @@ class EventSubscriber:
     The publisher is an `EventPublisher` of kvpool, or an engine that publishes vLLM's format with tokens. It may start
     later, or be restarted. The subscriber begins by asking for everything that is cached. It fills a gap in the
     sequence from the replay endpoint. If that is not possible, or after a restart of the publisher, the tree forgets
-    the instance
-    and learns it again: from kvpool all at once, from others with their next events. Thread-safe.
+    the instance and learns it again: from kvpool all at once, from others with their next events. It also forgets an
+    instance whose publisher has been gone for `timeout`. Thread-safe.
 
     Args:
         index: An InstanceIndex, or anything with ``apply(instance, event)`` and ``forget(instance)``, such as the
@@ -54,6 +56,8 @@ class EventSubscriber:
         probe: Seconds of silence after which it asks for missed batches, so that it also notices a loss at the end of a
             burst.
         timeout: Seconds without any answer after which a request for replay has failed. It is repeated after `probe`.
+            Also how long the publisher may be disconnected before the instance is forgotten.
+        blocks_max: The most blocks of the instance that are known; beyond it those stored longest ago are dropped.
 
     Raises:
         ArgumentError: A number or an endpoint is wrong.
@@ -71,6 +75,7 @@ class EventSubscriber:
         topic: str = "",
         probe: float = 1.0,
         timeout: float = 5.0,
+        blocks_max: int = BLOCKS_MAX,
     ) -> None:
         if not 0 <= instance < 1 << 14:
             raise ArgumentError(f"an instance is a number from 0 to 16383, not {instance}", instance=instance)
@@ -81,13 +86,17 @@ class EventSubscriber:
         size = getattr(index, "block_tokens", None) if block_tokens is None else block_tokens
         if type(size) is not int or size < 1:
             raise ArgumentError(f"block_tokens is {size}, and the index does not say; give it")
+        if type(blocks_max) is not int or blocks_max < 1:
+            raise ArgumentError(f"blocks_max is {blocks_max}; it must be at least 1")
         self.instance = instance
         self.endpoint = endpoint
         self._replay_endpoint = replay_endpoint
         self._probe = probe
         self._asked_at = -math.inf  # by the monotonic clock
         self._timeout = timeout
-        self._picture = Picture(_Lasting(index) if isinstance(index, InstanceIndex) else index, instance, size)
+        self._picture = Picture(
+            _Lasting(index) if isinstance(index, InstanceIndex) else index, instance, size, blocks_max
+        )
         self._next: int | None = None  # the number of the batch that is expected
         self._last_live: int | None = None  # that of the last one that was published to us
         self._replayed = False  # the publisher has answered a request for replay since it was last lost
@@ -101,9 +110,9 @@ class EventSubscriber:
         self._failed = False
         self._context = zmq.Context()
         try:
-            self._subscription = self._connected(zmq.SUB, endpoint)
+            self._subscription, self._connection = self._subscribed(endpoint)
             self._subscription.setsockopt(zmq.SUBSCRIBE, topic.encode("utf-8"))
-            self._replay = None if replay_endpoint is None else self._connected(zmq.DEALER, replay_endpoint)
+            self._replay = None if replay_endpoint is None else self._asking(replay_endpoint)
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             self._thread = threading.Thread(target=self._run, name="kvpool-follow", daemon=True)
             try:
@@ -119,7 +128,7 @@ class EventSubscriber:
     def synced(self) -> bool:
         """Whether the tree has everything that the publisher is known to have published, as far as it could be read.
 
-        Only with a replay endpoint does it notice that the publisher is gone.
+        False while the publisher is gone; without a replay endpoint until its next message, too.
         """
         return self._synced
 
@@ -142,6 +151,11 @@ class EventSubscriber:
     def left_out(self) -> int:
         """Ignored blocks: of another size, or of layers of another kind."""
         return self._picture.left_out
+
+    @property
+    def dropped(self) -> int:
+        """Blocks that were dropped because the instance has more than `blocks_max`."""
+        return self._picture.dropped
 
     def wait_synced(self, timeout: float | None = None) -> None:
         """Waits until it is `synced`.
@@ -179,20 +193,28 @@ class EventSubscriber:
         """Closes."""
         self.close()
 
-    def _connected(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
-        socket: zmq.Socket[bytes] = self._context.socket(kind)
+    def _subscribed(self, endpoint: str) -> tuple[zmq.Socket[bytes], ConnectionWatch]:
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.SUB)
+        watch = ConnectionWatch(socket)
+        self._connect(socket, endpoint)
+        return socket, watch
+
+    def _asking(self, endpoint: str) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        # All of a replay is read, however long it takes to apply; what is not read yet waits in the publisher.
+        socket.setsockopt(zmq.IMMEDIATE, 1)  # a request does not wait: it fails while there is no publisher
+        self._connect(socket, endpoint)
+        return socket
+
+    def _connect(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
         socket.setsockopt(zmq.LINGER, 0)
         if "[" in endpoint:  # an address of IPv6; names are of IPv4, on which publishers listen if not told otherwise
             socket.setsockopt(zmq.IPV6, 1)
         socket.setsockopt(zmq.MAXMSGSIZE, _MESSAGE_BYTES_MAX)
-        if kind == zmq.DEALER:
-            # All of a replay is read, however long it takes to apply; what is not read yet waits in the publisher.
-            socket.setsockopt(zmq.IMMEDIATE, 1)  # a request does not wait: it fails while there is no publisher
         try:
             socket.connect(endpoint)
         except zmq.ZMQError as error:
             raise ArgumentError(f"cannot subscribe to {endpoint!r}: {error}") from error
-        return socket
 
     # ---- the thread
 
@@ -200,10 +222,15 @@ class EventSubscriber:
         poller = zmq.Poller()
         poller.register(self._wake, zmq.POLLIN)
         poller.register(self._subscription, zmq.POLLIN)
+        poller.register(self._connection.socket, zmq.POLLIN)
         try:
             while not self._stopping:
-                wait = self._probe if self._synced else min(self._probe, _UNSYNCED_WAIT)
+                soon = not (self._synced and self._picture.is_caught_up)
+                wait = min(self._probe, _UNSYNCED_WAIT) if soon else self._probe
                 ready = [socket for socket, _ in poller.poll(max(1, int(wait * 1000)))]
+                if not ready:
+                    self._picture.catch_up()
+                self._look_at_connection()
                 if self._subscription in ready:
                     self._take(self._subscription.recv_multipart())
                 if self._may_ask() and not (ready and self._synced):
@@ -217,6 +244,14 @@ class EventSubscriber:
                 self._stopping = True
                 os.close(self._wake)
             self._context.destroy(linger=0)
+
+    def _look_at_connection(self) -> None:
+        """Forgets an instance whose publisher is gone: what it has cached meanwhile nobody tells."""
+        if self._connection.take():
+            self._set_synced(False)
+        if self._connection.lost_s >= self._timeout:
+            self._connection.forgotten()
+            self._start_over("the publisher is gone")
 
     def _take(self, frames: list[bytes]) -> None:
         """A message of the publisher."""
@@ -290,7 +325,7 @@ class EventSubscriber:
         assert self._replay is not None
         assert self._replay_endpoint is not None
         self._replay.close()
-        self._replay = self._connected(zmq.DEALER, self._replay_endpoint)
+        self._replay = self._asking(self._replay_endpoint)
         self._set_synced(False)
 
     def _start_over(self, why: str | None) -> None:

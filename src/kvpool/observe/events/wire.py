@@ -36,6 +36,8 @@ _STORED: Final = (
     "group_idx",
 )  # fmt: skip
 _REMOVED: Final = ("block_hashes", "medium", "group_idx")
+_HASH_BYTES_MAX: Final = 64
+_MEDIUM_MAX: Final = 64  # characters
 _BATCH: Final = ("ts", "events", "data_parallel_rank")
 
 
@@ -198,6 +200,8 @@ def _read_stored(fields: Mapping[str, Any]) -> BlockStored:
 def _hashes(value: Any) -> list[BlockHash]:
     if not isinstance(value, list) or not all(type(item) in (int, bytes) for item in value):
         raise ValueError("hashes of blocks are a list of numbers or bytes")
+    if any(type(item) is bytes and len(item) > _HASH_BYTES_MAX for item in value):
+        raise ValueError(f"a hash of a block has more than {_HASH_BYTES_MAX} bytes")
     return value
 
 
@@ -213,6 +217,8 @@ def _optional(fields: Mapping[str, Any], name: str, kind: type[Any]) -> Any:
     value = fields.get(name)
     if not _maybe(value, kind):
         raise ValueError(f"{name} is a {type(value).__name__}")
+    if name == "medium" and value is not None and len(value) > _MEDIUM_MAX:
+        raise ValueError(f"the name of a medium has {len(value)} characters")
     return value
 
 

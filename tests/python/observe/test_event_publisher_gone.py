@@ -1,0 +1,59 @@
+"""A publisher without an endpoint for replays that goes away: what it had cached is forgotten after a while."""
+
+from __future__ import annotations
+
+import pytest
+import zmq
+from kit import BLOCK
+from observe.event_kit import DEADLINE, eventually
+from observe.test_event_subscriber import Numbered, batch, heard
+
+from kvpool import InstanceIndex
+from kvpool.errors import ArgumentError
+from kvpool.observe.events import EventSubscriber
+
+
+def test_a_publisher_that_is_gone_is_forgotten_and_its_successor_is_followed(tmp_path):
+    index, endpoint = InstanceIndex(BLOCK), f"ipc://{tmp_path}/events"
+    with EventSubscriber(index, 1, endpoint, probe=0.1, timeout=0.2) as subscriber:
+        with Numbered(endpoint) as publisher:
+            heard(publisher, subscriber, index)
+            publisher.publish(batch(1, 2), 1)
+            eventually(lambda: index.blocks(1) == 3 and subscriber.synced)
+        eventually(lambda: not subscriber.synced)
+        eventually(lambda: not index.blocks(1))
+        assert subscriber.gaps == 1
+        with Numbered(endpoint) as publisher:
+            heard(publisher, subscriber, index)
+            eventually(lambda: subscriber.synced)
+            assert index.blocks(1) == 1
+
+
+def test_a_connection_that_breaks_and_comes_back_costs_nothing_if_no_batch_was_missed(tmp_path):
+    index, endpoint = InstanceIndex(BLOCK), f"ipc://{tmp_path}/events"
+    with EventSubscriber(index, 1, endpoint, probe=0.1, timeout=DEADLINE) as subscriber:
+        with Numbered(endpoint) as publisher:
+            heard(publisher, subscriber, index)
+            publisher.publish(batch(1, 2), 1)
+            eventually(lambda: index.blocks(1) == 3)
+        eventually(lambda: not subscriber.synced)
+        assert index.blocks(1) == 3
+        with zmq.Context() as context, context.socket(zmq.XPUB) as again:  # as the same one, where it was
+            again.bind(endpoint)
+            assert again.poll(DEADLINE * 1000)
+            assert again.recv() == b"\x01"  # the subscription
+            again.send_multipart([b"", (2).to_bytes(8, "big"), batch(7)])
+            eventually(lambda: subscriber.synced)
+            assert (index.blocks(1), subscriber.gaps) == (4, 0)
+
+
+def test_the_most_blocks_are_counted_and_checked(tmp_path):
+    index, endpoint = InstanceIndex(BLOCK), f"ipc://{tmp_path}/events"
+    with pytest.raises(ArgumentError, match="blocks_max"):
+        EventSubscriber(index, 1, endpoint, blocks_max=0)
+    with EventSubscriber(index, 1, endpoint, blocks_max=8) as subscriber, Numbered(endpoint) as publisher:
+        heard(publisher, subscriber, index)
+        publisher.publish(batch(*range(1, 13)), 1)
+        eventually(lambda: subscriber.dropped)
+        assert index.blocks(1) == 8
+        assert subscriber.dropped == 5
