@@ -116,7 +116,8 @@ def add_parser(commands: Any) -> None:
         help="tokens of a block of the instances, whose events name blocks; those of --profile or 16 without it",
     )
     add("--tokenize", metavar="PATH", help="ask instances there for the model's tokens of prompts: /tokenize")
-    add("--tokenize-timeout", type=float, default=0.5, metavar="S", help="for an instance to tell them")
+    add("--tokenize-timeout", type=float, default=0.5, metavar="S", help="for an instance to tell them, per 64 KiB")
+    add("--tokenize-kib", type=float, default=256.0, metavar="KIB", help="longest body of which tokens are asked for")
     add("--tree-blocks", type=int, default=1 << 20, metavar="N", help="most blocks of prompts that are remembered")
 
     health = parser.add_argument_group("health")
@@ -234,6 +235,7 @@ def _run(options: Options, arguments: argparse.Namespace) -> None:
         tokenizer=given.tokenizer,
         tokenize=given.tokenize,
         tokenize_timeout_s=given.tokenize_timeout,
+        tokenize_bytes_max=int(given.tokenize_kib * _KIB),
         events=_events(given.events, given.events_replay),
         events_blocks_max=given.events_blocks,
         block_tokens=given.block_tokens,

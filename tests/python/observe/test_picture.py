@@ -12,7 +12,15 @@ from kit import BLOCK, LONG, cached_tokens, prompt, small_pool, store
 
 import kvpool
 from kvpool import DRAM, HBM, InstanceIndex
-from kvpool.observe.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, decode, encode
+from kvpool.observe.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    adapter_namespace,
+    decode,
+    encode,
+)
 from kvpool.observe.events.picture import Picture
 from kvpool.observe.events.translate import Translator
 from kvpool.policy.routing import PromptTree
@@ -184,11 +192,23 @@ def test_a_salt_is_a_namespace_of_all_that_follows():
     held.apply([block(1, extra_keys=[["salt"]]), block(2, 1, extra_keys=[None])])
     assert (told(index, tokens), told(index, tokens, "salt")) == (0, 2 * BLOCK)
     index, held = picture()
-    held.apply([block(1, lora_name="a", extra_keys=[["a"]]), block(2, 1, lora_name="a", extra_keys=[["a"]])])
-    assert told(index, tokens, "a") == 2 * BLOCK
+    held.apply([block(1, cache_salt="salt"), block(2, 1, cache_salt="salt")])  # SGLang
+    assert (told(index, tokens), told(index, tokens, "salt")) == (0, 2 * BLOCK)
+
+
+def test_an_adapter_is_a_namespace_that_no_salt_and_no_other_adapter_has():
+    tokens = np.repeat(np.array([1, 2], np.int32), BLOCK)
+    with_keys = [block(1, lora_name="a", extra_keys=[["a"]]), block(2, 1, lora_name="a", extra_keys=[["a"]])]
+    before_there_were_keys = [block(1, lora_name="a", lora_id=1), block(2, 1, lora_name="a", lora_id=1)]
+    for events in (with_keys, before_there_were_keys):
+        index, held = picture()
+        held.apply(events)
+        assert told(index, tokens, adapter_namespace("a")) == 2 * BLOCK
+        assert [told(index, tokens, each) for each in ("", "a", adapter_namespace("b"))] == [0, 0, 0]
     index, held = picture()
-    held.apply([block(1, lora_name="a"), block(2, 1, lora_name="a")])  # before there were extra keys
-    assert told(index, tokens, "a") == 2 * BLOCK
+    salted = block(1, lora_name="a", extra_keys=[["a", "salt"]]), block(2, 1, lora_name="a", extra_keys=[["a"]])
+    held.apply([*salted, block(3, 2)])  # the last is of the model itself, and follows nothing
+    assert told(index, tokens, adapter_namespace("a", "salt")) == index.blocks(1) * BLOCK == 2 * BLOCK
 
 
 def test_blocks_with_equal_tokens_and_other_content_are_no_hits():

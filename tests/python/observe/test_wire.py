@@ -78,6 +78,15 @@ def test_older_and_newer_forms_are_read(raw):
     assert (event.block_hashes, event.token_ids.tolist(), event.block_size) == ([5], [1, 2], 2)
 
 
+def test_sglang_names_a_salt_in_a_field():
+    stored = BlockStored([5], None, TOKENS, 8, cache_salt="s")
+    (event,) = decode(encode(EventBatch(0.0, [stored]))).events
+    assert event.cache_salt == "s"
+    with pytest.raises(kvpool.ProtocolError):
+        decode(msgpack.packb([0.0, [{"type": "BlockStored", "block_hashes": [5], "parent_block_hash": None,
+                                     "token_ids": [1, 2], "block_size": 2, "cache_salt": 7}]]))  # fmt: skip
+
+
 def test_events_of_unknown_kinds_are_left_out():
     raw = [1.0, [{"type": "BlockPinned", "x": 1}, ["AllBlocksCleared"]], None]
     assert decode(msgpack.packb(raw)).events == [AllBlocksCleared()]

@@ -33,6 +33,7 @@ class FakeInstance:
         self.tokens_of: Callable[[dict], Any] | None = None  # its answers at /tokenize; None: 404
         self.holds_tokens = False  # until this is set back
         self.asked: list[tuple[dict[str, str], dict]] = []  # there
+        self.models: list[dict[str, Any]] = [{"id": "tiny", "object": "model"}]
         self.abandoned = 0  # answers whose client left
         self.under_way = 0
         self.most_under_way = 0
@@ -54,7 +55,7 @@ class FakeInstance:
         return Response(status_code=200 if self.well else 503)
 
     async def _models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [{"id": "tiny", "object": "model"}]})
+        return JSONResponse({"object": "list", "data": self.models})
 
     async def _tokenize(self, request: Request) -> Response:
         fields = await request.json()

@@ -55,11 +55,11 @@ class Cached:
 
 
 @contextlib.contextmanager
-def caches(*names: str) -> Iterator[dict[str, Cached]]:
+def caches(*names: str, blocks: int = 256) -> Iterator[dict[str, Cached]]:
     with contextlib.ExitStack() as stack:
         found = {}
         for name in names:
-            pool = stack.enter_context(small_pool(256, 0))
+            pool = stack.enter_context(small_pool(blocks, 0))
             found[name] = Cached(pool, stack.enter_context(EventPublisher(pool, interval=0.005)))
         yield found
 
@@ -343,7 +343,8 @@ def test_a_question_carries_the_key_that_the_request_does(settings, sent, seen):
 
 
 def test_long_prompts_and_tokens_are_not_asked_about():
-    with fakes("a") as one, routing(*one, tokenize="/tokenize", tokenize_timeout_s=30.0) as running:
+    settings = {"tokenize": "/tokenize", "tokenize_timeout_s": 30.0, "tokenize_bytes_max": 64 << 10}
+    with fakes("a") as one, routing(*one, **settings) as running:
         one[0].tokens_of = tokens_of
         running.complete([1, 2, 3])
         ask(running, chat("x" * (64 << 10)))

@@ -1,4 +1,6 @@
-"""What an instance is asked for the model's tokens of a prompt, and its answer: `POST /tokenize` of vLLM and SGLang.
+"""What instances are asked beside requests: the model's tokens of a prompt, and which adapters they have.
+
+Tokens by `POST /tokenize` of vLLM and SGLang, adapters by OpenAI's `GET /v1/models`.
 
 The router has neither the model's tokenizer nor its chat template; the instances have both. Pure.
 """
@@ -13,7 +15,7 @@ import numpy as np
 
 from kvpool.control.reading.prompts import Kind, Tokens
 
-__all__ = ["answered", "is_about_the_prompt", "question"]
+__all__ = ["adapters_in", "answered", "is_about_the_prompt", "question"]
 
 _TOKEN_MAX: Final = 2**31 - 1
 
@@ -59,6 +61,16 @@ class _Refusal(msgspec.Struct):
     object: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
+class _ListedModel(msgspec.Struct):
+    id: str
+    parent: str | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_ListedModel]
+
+
+_MODELS: Final = msgspec.json.Decoder(_Models)
 _CHAT: Final = msgspec.json.Decoder(_Chat)
 _COMPLETION: Final = msgspec.json.Decoder(_Completion)
 _MESSAGES: Final = msgspec.json.Decoder(list[_Message])
@@ -89,6 +101,14 @@ def answered(data: bytes) -> Tokens | None:
     if not tokens or min(tokens) < 0 or max(tokens) > _TOKEN_MAX:
         return None
     return np.array(tokens, dtype=np.int32)
+
+
+def adapters_in(data: bytes) -> Sequence[str]:
+    """Of a list of models, the names of those that are made from another one; nothing if it is no such list."""
+    try:
+        return [each.id for each in _MODELS.decode(data).data if each.parent not in (None, each.id)]
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return ()
 
 
 def is_about_the_prompt(data: bytes) -> bool:

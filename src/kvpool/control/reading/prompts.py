@@ -38,10 +38,12 @@ __all__ = [
     "Tokens",
     "Unreadable",
     "chat_text",
+    "has_few_values",
     "is_quick",
     "load_tokenizer",
     "read_prompt",
     "short",
+    "units",
 ]
 
 Tokens = npt.NDArray[np.int32]
@@ -50,6 +52,7 @@ Kind = Literal["completions", "chat", "other"]
 INLINE_BYTES: Final = 64 << 10  # a smaller body is read in well under a millisecond, except as `is_quick` says
 _BYTES: Final = 4  # a token
 _TOKEN_MAX: Final = 2**31 - 1
+_MODEL_MAX: Final = 1 << 10  # characters
 _VALUES_QUICK: Final = 4096  # in a body
 _VALUES_MAX: Final = 100_000  # in a prompt: each takes up to 250 bytes
 _FIELDS: Final = ("model", "user", "stream", "cache_salt", "prompt", "messages", "tools")
@@ -80,6 +83,7 @@ class Reading:
         stream: The client wants events.
         ids_namespace: The namespace that the prompt has as tokens of the model; `namespace` if these are such.
         salt: Of the cache; "" for none, None for one that is too long to be stored.
+        model: That it names; None for none, or one that is too long.
     """
 
     tokens: Tokens
@@ -88,6 +92,7 @@ class Reading:
     stream: bool
     ids_namespace: str
     salt: str | None
+    model: str | None
 
 
 class Tokenizer(Protocol):
@@ -150,6 +155,16 @@ def is_quick(body: bytes | bytearray) -> bool:
     return len(body) <= INLINE_BYTES and _values(body) <= _VALUES_QUICK
 
 
+def units(body: bytes | bytearray) -> int:
+    """How many times the bytes of a short body a body has, at least one: for what takes time with its length."""
+    return max(1, -(-len(body) // INLINE_BYTES))
+
+
+def has_few_values(body: bytes | bytearray) -> bool:
+    """Whether a body has no more values than short bodies of the same length together may have."""
+    return _values(body) <= _VALUES_QUICK * units(body)
+
+
 def read_prompt(
     tokenizer: Tokenizer,
     kind: Kind,
@@ -176,7 +191,8 @@ def read_prompt(
     model, salt = fields.get("model"), fields.get("cache_salt")
     namespace, ids_namespace = _namespace(unit, model, salt), _namespace("ids", model, salt)
     told = "" if salt is None else salt if isinstance(salt, str) and short(salt) == salt else None
-    return Reading(tokens, session, namespace, fields.get("stream") is True, ids_namespace, told)
+    named = model if isinstance(model, str) and len(model) <= _MODEL_MAX else None
+    return Reading(tokens, session, namespace, fields.get("stream") is True, ids_namespace, told, named)
 
 
 def chat_text(messages: Any, tools: Any = None) -> str:

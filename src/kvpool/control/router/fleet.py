@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, Final
 
+from kvpool.control.router.adapter_names import AdapterNames
 from kvpool.control.router.costs import cost_model
 from kvpool.control.router.errors import Refusal
 from kvpool.control.router.following import Following
@@ -41,13 +42,21 @@ class Fleet:
         settings: Of the router.
         metrics: To count in.
         clock: Seconds from any start.
+        adapters: Takes the names of adapters that KV events contain.
 
     Raises:
         ArgumentError: The profile is invalid.
         Unsupported: Events are to be followed, and their packages are missing.
     """
 
-    def __init__(self, settings: RouterSettings, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        settings: RouterSettings,
+        metrics: Metrics,
+        clock: Callable[[], float] = time.monotonic,
+        adapters: AdapterNames | None = None,
+    ) -> None:
+        adapters = AdapterNames() if adapters is None else adapters
         self._settings = settings
         self._metrics = metrics
         self._clock = clock
@@ -61,7 +70,7 @@ class Fleet:
             holders_max=0,
             blocks_max=settings.tree_blocks_max,
         )
-        self._following = Following(settings.events, settings.events_blocks_max, metrics)
+        self._following = Following(settings.events, settings.events_blocks_max, metrics, adapters)
         self._evicted_counted = 0  # the tree's evictions that the metrics contain
         self._by_name: dict[str, Instance] = {}
         self._by_number: dict[int, Instance] = {}

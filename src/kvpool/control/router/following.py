@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from kvpool.control.router.adapter_names import AdapterNames
 from kvpool.control.router.logs import event
 from kvpool.control.router.metrics import Metrics
 from kvpool.control.router.settings import EventsSpec
@@ -30,8 +31,9 @@ __all__ = ["Following"]
 class _Feed:
     """A tree, as long as the instance is followed. Thread-safe: an event that comes after `stop` is dropped."""
 
-    def __init__(self, tree: PromptTree) -> None:
+    def __init__(self, tree: PromptTree, adapters: AdapterNames) -> None:
         self.block_tokens = tree.block_tokens
+        self._adapters = adapters
         self._tree = tree
         self._lock = threading.Lock()
         self._stopped = False
@@ -40,6 +42,7 @@ class _Feed:
         """Applies an event of the instance."""
         with self._lock:
             if not self._stopped:
+                self._adapters.seen(event.namespace)
                 self._tree.apply(instance, event)
 
     def forget(self, instance: int) -> None:
@@ -70,15 +73,19 @@ class Following:
         endpoints: Of instances, by name: those that publish events.
         blocks_max: Of an instance, that are known at most.
         metrics: To count in.
+        adapters: Takes the names of adapters that events contain.
 
     Raises:
         Unsupported: There are endpoints, and the packages for events are missing.
     """
 
-    def __init__(self, endpoints: Mapping[str, EventsSpec], blocks_max: int, metrics: Metrics) -> None:
+    def __init__(
+        self, endpoints: Mapping[str, EventsSpec], blocks_max: int, metrics: Metrics, adapters: AdapterNames
+    ) -> None:
         self._endpoints = endpoints
         self._blocks_max = blocks_max
         self._metrics = metrics
+        self._adapters = adapters
         self._followed: dict[int, _Followed] = {}  # by the instance's number
         self._not_followed: dict[int, Exception] = {}  # the log has these
         if endpoints:
@@ -111,7 +118,7 @@ class Following:
             return False
         from kvpool.observe.events import EventSubscriber
 
-        feed = _Feed(tree)
+        feed = _Feed(tree, self._adapters)
         try:
             subscriber = EventSubscriber(feed, number, spec.endpoint, spec.replay, blocks_max=self._blocks_max)
         except Exception as error:

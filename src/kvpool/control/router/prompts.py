@@ -27,6 +27,7 @@ from kvpool.control.reading.prompts import (
     read_prompt,
     short,
 )
+from kvpool.control.router.adapter_names import AdapterNames
 from kvpool.control.router.errors import Refusal
 from kvpool.control.router.logs import event
 
@@ -67,8 +68,8 @@ class PromptReader:
         processes: That read what is long, at most.
         wait_s: For one of them to be free.
         ask: Asks an instance for the tokens of a request's prompt; None: nobody is asked.
-        as_events: Whether instances are followed by their KV events, which name no model: prompts of the model's tokens
-            are to match them.
+        adapters: What is known of adapters, if instances are followed by their KV events, which name no other model:
+            prompts of the model's tokens are to match them.
 
     Raises:
         ArgumentError: The tokenizer is invalid.
@@ -82,13 +83,13 @@ class PromptReader:
         processes: int,
         wait_s: float,
         ask: Ask | None = None,
-        as_events: bool = False,
+        adapters: AdapterNames | None = None,
     ) -> None:
         self._tokenizer = load_tokenizer(tokenizer)
         self._prompt_bytes_max = prompt_bytes_max
         self._wait_s = wait_s
         self._tokens_of = ask
-        self._as_events = as_events
+        self._adapters = adapters
         self._all = [ReaderProcess(tokenizer, prompt_bytes_max) for _ in range(processes)]
         self._free: queue.LifoQueue[ReaderProcess] = queue.LifoQueue()  # the one that runs already comes first
         for process in reversed(self._all):
@@ -140,8 +141,8 @@ class PromptReader:
     # ---- inside
 
     def _namespace(self, read: Reading) -> str:
-        if self._as_events and read.namespace == read.ids_namespace and read.salt is not None:
-            return read.salt
+        if self._adapters is not None and read.namespace == read.ids_namespace and read.salt is not None:
+            return self._adapters.namespace(read.model, read.salt)
         return read.namespace
 
     def _read(self, kind: Kind, session: str | None, body: bytes | bytearray) -> Reading:

@@ -9,6 +9,8 @@ from typing import Final
 
 import anyio.to_thread
 
+from kvpool.control.router.adapter_names import AdapterNames
+from kvpool.control.router.adapters import Adapters
 from kvpool.control.router.budget import Budget
 from kvpool.control.router.fleet import Fleet
 from kvpool.control.router.forward import Forwarder
@@ -43,7 +45,9 @@ class Router:
     def __init__(self, settings: RouterSettings) -> None:
         self.settings = settings
         self.metrics = Metrics()
-        self.fleet = Fleet(settings, self.metrics)
+        adapters = AdapterNames()
+        self.fleet = Fleet(settings, self.metrics, adapters=adapters)
+        self._adapters = Adapters(settings, self.fleet, adapters) if settings.events else None
         self._budget = Budget(settings.held_bytes_max, settings.requests_max)
         self._intake = Intake(settings)
         self._tokenizing = None if settings.tokenize is None else Tokenizing(settings, self.fleet, self.metrics)
@@ -53,7 +57,7 @@ class Router:
             settings.readers,
             settings.reader_wait_s,
             None if self._tokenizing is None else self._tokenizing.ask,
-            bool(settings.events),
+            adapters if settings.events else None,
         )
         self._probing = Probing(settings.health, self.fleet.probed)
         self._members: ClusterInstances | None = None
@@ -67,22 +71,26 @@ class Router:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Probes instances and lets time pass, as long as the context is open; then closes all connections."""
-        ticking = asyncio.create_task(self._tick())
+        running = [asyncio.create_task(self._tick())]
+        if self._adapters is not None:
+            running.append(asyncio.create_task(self._adapters.run()))
         self._probing.start()
         for instance in self.fleet:
             self._probing.watch(instance)
         try:
             yield
         finally:
-            ticking.cancel()
-            with suppress(asyncio.CancelledError):
-                await ticking
+            for task in running:
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
             if self._members is not None:
                 await anyio.to_thread.run_sync(self._members.close)
             await self._probing.close()
             self.fleet.close()
-            if self._tokenizing is not None:
-                await self._tokenizing.close()
+            for asking in (self._tokenizing, self._adapters):
+                if asking is not None:
+                    await asking.close()
             for instance in self.fleet:
                 await instance.upstream.close()
             self._reader.close()

@@ -173,7 +173,8 @@ class RouterSettings:
         profile: A file that `kvpool.control.save_profile` wrote, for the cost model; None for the default one.
         tokenizer: A tokenizer.json of Hugging Face; None for four bytes a token.
         tokenize: The path at which instances are asked for the tokens of prompts; None: they are not asked.
-        tokenize_timeout_s: For an instance to tell them.
+        tokenize_timeout_s: For an instance to tell them, for each 64 KiB of a request's body.
+        tokenize_bytes_max: Of a request's body; of a longer one nobody is asked for tokens.
         events: Where instances publish KV events, by the instances' names.
         events_blocks_max: Blocks that are known of an instance by its events; beyond it the oldest are dropped.
         block_tokens: Tokens of a block in the prompt tree: as many as the instances' blocks have, if their events are
@@ -222,6 +223,7 @@ class RouterSettings:
     tokenizer: Path | None = None
     tokenize: str | None = None
     tokenize_timeout_s: float = 0.5
+    tokenize_bytes_max: int = 256 << 10
     events: Mapping[str, EventsSpec] = field(default_factory=dict)
     events_blocks_max: int = 1 << 18
     block_tokens: int | None = None
@@ -302,4 +304,4 @@ class RouterSettings:
             raise ArgumentError(f"tokenize path {self.tokenize!r} must begin with /")
         if self.block_tokens is not None and not 0 < self.block_tokens <= 1 << 16:
             raise ArgumentError(f"block_tokens is {self.block_tokens}; it must be from 1 to {1 << 16}")
-        _positive(self, "tokenize_timeout_s", "events_blocks_max")
+        _positive(self, "tokenize_timeout_s", "tokenize_bytes_max", "events_blocks_max")

@@ -1,8 +1,10 @@
 """The model's tokens of prompts, for which the router asks its instances: these have the tokenizer and the template.
 
-A question takes a round trip before the request, so it has a short deadline, it is asked of no long prompt, and an
-instance that does not answer well is left alone for a while (`token_source.py`). A prompt whose tokens are not known is
-routed as without this: by its bytes. Whatever fails here, the request goes on.
+A question takes a round trip before the request, so it has a short deadline, which grows with the text, it is asked of
+no prompt beyond a limit, and an instance that does not answer well is left alone for a while (`token_source.py`). A
+prompt whose tokens are not known is routed as without this: by its bytes. Whatever fails here, the request goes on.
+
+What takes the event loop too long (a text of more than 64 KiB) is written and read in a thread, one at a time.
 """
 
 from __future__ import annotations
@@ -10,10 +12,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import Final
+from functools import partial
+from typing import Final, TypeVar
+
+import anyio
+import anyio.to_thread
 
 from kvpool.control.reading.asking import answered, is_about_the_prompt, question
-from kvpool.control.reading.prompts import Kind, Tokens, is_quick
+from kvpool.control.reading.prompts import INLINE_BYTES, Kind, Tokens, has_few_values, units
 from kvpool.control.router.fleet import Fleet
 from kvpool.control.router.lease import Instance
 from kvpool.control.router.logs import event
@@ -27,7 +33,10 @@ __all__ = ["Tokenizing"]
 _UNABLE: Final = frozenset({404, 405, 501})
 _SHORT_BYTES: Final = 4 << 10  # of a question that any instance can answer in time
 _ANSWER_BYTES: Final = 12  # of a token, with its comma
+_TEXT_BYTES: Final = 3  # of a token, at least, in most texts
 _TEMPLATE_TOKENS: Final = 16 << 10  # that a template adds, such as how to call tools
+
+_T = TypeVar("_T")
 
 
 class _NoTokensError(Exception):
@@ -54,6 +63,7 @@ class Tokenizing:
         self._metrics = metrics
         self._clock = clock
         self._asker = Asker(settings.tokenize_timeout_s)
+        self._long = anyio.CapacityLimiter(1)
         self._asked: dict[tuple[int, int], TokenSource] = {}  # by the instance's number, and how often it was ejected
 
     async def ask(self, kind: Kind, headers: Mapping[str, str], body: bytes | bytearray) -> Tokens | None:
@@ -80,9 +90,10 @@ class Tokenizing:
     # ---- inside
 
     async def _tokens(self, kind: Kind, headers: Mapping[str, str], body: bytes | bytearray) -> Tokens:
-        if len(body) > self._settings.prompt_bytes_max or not is_quick(body):
+        limit = min(self._settings.tokenize_bytes_max, self._settings.prompt_bytes_max)
+        if len(body) > limit or not has_few_values(body):
             raise _NoTokensError("long")
-        asked = question(kind, body)
+        asked = await self._aside(len(body) > INLINE_BYTES, partial(question, kind, body))
         if asked is None:
             raise _NoTokensError("form")
         instance = self._choose()
@@ -97,6 +108,10 @@ class Tokenizing:
             self._metrics.tokenizing.observe(self._clock() - began)
         known.told()
         return tokens
+
+    async def _aside(self, is_long: bool, do: Callable[[], _T]) -> _T:
+        """Does it here, or in a thread if it is long."""
+        return await anyio.to_thread.run_sync(do, limiter=self._long) if is_long else do()
 
     def _choose(self) -> Instance | None:
         """The one that is least busy, of those that are up and have not failed to tell tokens lately."""
@@ -116,11 +131,11 @@ class Tokenizing:
         most = len(asked) + _TEMPLATE_TOKENS  # a byte is a token at most
         try:
             status, data = await self._asker.post(
-                instance.spec, self._path, self._key(headers), asked, _ANSWER_BYTES * most
+                instance.spec, self._path, self._key(headers), asked, _ANSWER_BYTES * most, units(asked)
             )
         except UpstreamError as error:
             slow = isinstance(error.__cause__, TimeoutError)
-            if not error.ours:
+            if not error.ours and not (slow and len(asked) > INLINE_BYTES):  # a long text may just take long
                 # One that has answered in time before may only have been busy, or the router was.
                 sure = not known.proven and len(asked) <= _SHORT_BYTES if slow else not error.sent
                 self._note(instance, known, asked, str(error), sure=sure)
@@ -131,7 +146,7 @@ class Tokenizing:
             elif status >= 500:
                 self._note(instance, known, asked, f"it answered with status {status}")
             raise _NoTokensError("refused")  # which may lie in the prompt
-        tokens = answered(data)
+        tokens = await self._aside(len(data) > _ANSWER_BYTES * INLINE_BYTES // _TEXT_BYTES, partial(answered, data))
         if tokens is None or len(tokens) > most:
             self._note(instance, known, asked, "its answer has no tokens" if tokens is None else "it tells too many")
             raise _NoTokensError("wrong")

@@ -224,8 +224,12 @@ class Asker:
         limits = httpx.Limits(max_connections=256, max_keepalive_connections=64, keepalive_expiry=2.0)
         self._client = _client(httpx.Timeout(timeout_s), limits)
 
+    async def get(self, spec: InstanceSpec, path: str, authorization: bytes | None, most: int) -> tuple[int, bytes]:
+        """As `post`, by GET."""
+        return await self._ask("GET", spec, path, authorization, None, most, 1)
+
     async def post(
-        self, spec: InstanceSpec, path: str, authorization: bytes | None, data: bytes, most: int
+        self, spec: InstanceSpec, path: str, authorization: bytes | None, data: bytes, most: int, times: int = 1
     ) -> tuple[int, bytes]:
         """The status of the answer and its body; of other statuses than 200 nothing if it is longer than 4 KiB.
 
@@ -235,20 +239,42 @@ class Asker:
             authorization: The header of that name; None for none.
             data: JSON.
             most: Bytes of the answer.
+            times: So many times the timeout.
 
         Raises:
             UpstreamError: There is no answer in time, or it is too long. `ours`: the router could not ask, or was so
                 slow itself that the answer may have come in time.
         """
+        return await self._ask("POST", spec, path, authorization, data, most, times)
+
+    async def close(self) -> None:
+        """Closes all connections."""
+        await self._client.aclose()
+
+    async def _ask(
+        self,
+        method: str,
+        spec: InstanceSpec,
+        path: str,
+        authorization: bytes | None,
+        data: bytes | None,
+        most: int,
+        times: int,
+    ) -> tuple[int, bytes]:
         base = httpx.URL(spec.url)
         url = base.copy_with(raw_path=base.raw_path.rstrip(b"/") + path.encode())
-        headers = [(b"content-type", b"application/json"), (b"accept-encoding", b"identity")]
+        headers = [(b"accept-encoding", b"identity")]
+        if data is not None:
+            headers.append((b"content-type", b"application/json"))
         if authorization is not None:
             headers.append((b"authorization", authorization))
+        timeout_s = self._timeout_s * times
         began = time.monotonic()
         try:
-            with anyio.fail_after(self._timeout_s):
-                async with self._client.stream("POST", url, headers=headers, content=data) as response:
+            with anyio.fail_after(timeout_s):
+                async with self._client.stream(
+                    method, url, headers=headers, content=data, timeout=timeout_s
+                ) as response:
                     got = bytearray()
                     good = response.status_code == 200
                     async for piece in response.aiter_raw():
@@ -259,18 +285,14 @@ class Asker:
                             raise UpstreamError("its answer is too long", sent=True)
                     return response.status_code, bytes(got)
         except (httpx.TimeoutException, TimeoutError) as error:
-            late = time.monotonic() - began > self._timeout_s + _ASK_LATE_S
-            message = f"no answer within {self._timeout_s:g} s"
+            late = time.monotonic() - began > timeout_s + _ASK_LATE_S
+            message = f"no answer within {timeout_s:g} s"
             ours = late or isinstance(error, httpx.PoolTimeout)
             raise UpstreamError(message, sent=True, ours=ours) from TimeoutError(str(error))
         except httpx.HTTPError as error:
             # Of a header that HTTP does not allow the client is to blame.
             ours = _out_of_files(error) or isinstance(error, httpx.LocalProtocolError)
             raise UpstreamError(_cause(error), sent=not isinstance(error, httpx.ConnectError), ours=ours) from error
-
-    async def close(self) -> None:
-        """Closes all connections."""
-        await self._client.aclose()
 
 
 def _client(timeout: httpx.Timeout, limits: httpx.Limits) -> httpx.AsyncClient:

@@ -4,6 +4,7 @@ Raises:
     ImportError: pyzmq or msgpack is missing: ``pip install 'kvpool[events]'``.
 """
 
+from kvpool.index.adapters import adapter_namespace
 from kvpool.observe.events.block_hash import BlockHasher
 from kvpool.observe.events.publisher import EventPublisher
 from kvpool.observe.events.subscriber import EventSubscriber, FollowsEvents
@@ -18,6 +19,7 @@ __all__ = [
     "EventPublisher",
     "EventSubscriber",
     "FollowsEvents",
+    "adapter_namespace",
     "decode",
     "encode",
 ]

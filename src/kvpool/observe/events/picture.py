@@ -21,11 +21,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 
 from kvpool.index import RemovedEvent, StoredEvent
+from kvpool.index.adapters import adapter_namespace
 from kvpool.observe.events.wire import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, WireEvent
 
 __all__ = ["BLOCKS_MAX", "FollowsEvents", "Picture"]
@@ -41,6 +42,9 @@ _DROP_PART: Final = 64  # of the most blocks: so many are dropped at once, so th
 _CATCH_UP_BLOCKS: Final = 1 << 16  # of work in one call of `catch_up`: milliseconds
 
 
+_Extra: TypeAlias = tuple[str, str | None]
+
+
 class FollowsEvents(Protocol):
     """An index that an `EventSubscriber` can feed, such as `kvpool.policy.routing.PromptTree`."""
 
@@ -54,11 +58,12 @@ class FollowsEvents(Protocol):
 class _Block:
     """One block of the publisher, or one that another names as the block before it (then in no medium).
 
-    `extra` is the namespace that the publisher gives it, None where it says nothing and that of the block before holds,
-    False where something stands there that no namespace can express.
+    `extra` is the adapter and the salt that the publisher gives it: the salt is None where it says nothing, and that of
+    the block before holds. It is None where something stands there that no namespace can express.
     """
 
     __slots__ = (
+        "adapter",
         "after",
         "before",
         "depth",
@@ -66,8 +71,8 @@ class _Block:
         "hash",
         "live",
         "media",
-        "namespace",
         "rooted",
+        "salt",
         "tokens",
         "told",
         "untold"
@@ -79,10 +84,10 @@ class _Block:
         self.rooted = False
         self.after: dict[BlockHash, _Block] = {}
         self.tokens: bytes | None = None  # int32; a copy, which keeps no message alive
-        self.extra: str | bool | None = None
+        self.extra: _Extra | None = None
         self.media: set[str] = set()
         self.live = False
-        self.namespace = ""
+        self.adapter = self.salt = ""  # while it is live
         self.depth = 0  # blocks from the start of the prompt to here; while it is live
         self.told = False
         self.untold = 0  # of these blocks, at the end, when it became live
@@ -265,12 +270,12 @@ class Picture:
                 self._path_grew(block)
 
     def _can_rise(self, block: _Block) -> bool:
-        if not block.media or block.extra is False:
+        if not block.media or block.extra is None:
             return False
         if block.rooted:
             return True
-        before = block.before
-        return before is not None and before.live and block.extra in (None, before.namespace)
+        before, (adapter, salt) = block.before, block.extra
+        return before is not None and before.live and adapter == before.adapter and salt in (None, before.salt)
 
     def _rise(self, block: _Block) -> bool:
         if not self._can_rise(block):
@@ -278,10 +283,12 @@ class Picture:
         before = block.before
         block.live = True
         block.untold = 1
+        assert block.extra is not None
+        block.adapter, salt = block.extra
         if before is None:
-            block.namespace, block.depth = str(block.extra or ""), 1
+            block.salt, block.depth = salt or "", 1
         else:
-            block.namespace, block.depth = before.namespace, before.depth + 1
+            block.salt, block.depth = before.salt, before.depth + 1
             if not before.told:
                 block.untold += before.untold
                 self._waiting.pop(before, None)  # it is told together with this one
@@ -302,7 +309,7 @@ class Picture:
             return
         if top.told:
             self._sequence += 1
-            removed = RemovedEvent(self._sequence, top.namespace, _prefix(top), top.depth - 1, _NO_ADDRS)
+            removed = RemovedEvent(self._sequence, _namespace(top), _prefix(top), top.depth - 1, _NO_ADDRS)
             self._target.apply(self._instance, removed)
         waiting = [top]
         while waiting:
@@ -316,7 +323,7 @@ class Picture:
 
     def _tell_stored(self, block: _Block) -> None:
         self._sequence += 1
-        stored = StoredEvent(self._sequence, block.namespace, _prefix(block), 0, _NO_ADDRS)
+        stored = StoredEvent(self._sequence, _namespace(block), _prefix(block), 0, _NO_ADDRS)
         self._target.apply(self._instance, stored)
         here: _Block | None = block
         while here is not None and not here.told:
@@ -336,14 +343,22 @@ def _prefix(block: _Block) -> np.ndarray[Any, np.dtype[np.int32]]:
     return np.frombuffer(b"".join(parts[::-1]), np.int32)
 
 
-def _extra(event: BlockStored, position: int) -> str | bool | None:
-    """The namespace that an event gives one of its blocks. kvpool and vLLM (salts, adapters) say it as an extra key."""
-    keys = event.extra_keys[position] if event.extra_keys is not None else None
-    if keys:
-        only = keys[0] if len(keys) == 1 else None
-        return only if isinstance(only, str) and len(only) <= _NAMESPACE_MAX else False
-    if event.extra_keys is None and event.lora_name is not None:
-        return event.lora_name if len(event.lora_name) <= _NAMESPACE_MAX else False
-    if event.lora_id is not None and event.lora_name is None:
-        return False  # a number that another publisher may give to another adapter
-    return None
+def _namespace(block: _Block) -> str:
+    return adapter_namespace(block.adapter, block.salt)
+
+
+def _extra(event: BlockStored, position: int) -> _Extra | None:
+    """What an event says of one of its blocks beside its tokens.
+
+    kvpool names a namespace as an extra key, vLLM an adapter beside each block and a salt beside the first one, SGLang
+    a salt in a field.
+    """
+    adapter, keys = event.lora_name or "", list(event.extra_keys[position] or ()) if event.extra_keys else []
+    if event.lora_id is not None and not adapter:
+        return None  # a number that another publisher may give to another adapter
+    if adapter and keys and keys[0] == adapter:
+        del keys[0]
+    salt = keys[0] if keys else event.cache_salt
+    if len(keys) > 1 or not isinstance(salt, str | None) or len(adapter) + len(salt or "") > _NAMESPACE_MAX:
+        return None
+    return adapter, salt

@@ -55,6 +55,7 @@ class BlockStored:
         lora_name: Of the adapter that the blocks were computed with.
         extra_keys: For each block, what beside its tokens tells it from others; kvpool: its namespace.
         group_idx: Of a model with several kinds of layers, which.
+        cache_salt: Of the request that stored the blocks, from SGLang; vLLM and kvpool name it in `extra_keys`.
     """
 
     block_hashes: Sequence[BlockHash]
@@ -66,6 +67,7 @@ class BlockStored:
     lora_name: str | None = None
     extra_keys: Sequence[Sequence[Any] | None] | None = None
     group_idx: int | None = None
+    cache_salt: str | None = None
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,8 @@ def _packed(event: WireEvent, encoding: Encoding) -> Any:
         fields[name] = value.tolist() if isinstance(value, np.ndarray) else value
     while fields and names[len(fields) - 1] in ("group_idx", "extra_keys") and fields[names[len(fields) - 1]] is None:
         fields.popitem()  # as vLLM: a field with its default value is left out
+    if isinstance(event, BlockStored) and event.cache_salt is not None and encoding == "map":
+        fields["cache_salt"] = event.cache_salt
     return {"type": kind, **fields} if encoding == "map" else [kind, *fields.values()]
 
 
@@ -194,6 +198,7 @@ def _read_stored(fields: Mapping[str, Any]) -> BlockStored:
         lora_name=_optional(fields, "lora_name", str),
         extra_keys=extra,
         group_idx=_optional(fields, "group_idx", int),
+        cache_salt=_optional(fields, "cache_salt", str),
     )
 
 

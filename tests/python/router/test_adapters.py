@@ -1,0 +1,90 @@
+"""Prompts of LoRA adapters: each goes where its own adapter has it cached, and no other's counts for it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from kit import BLOCK
+from router.publishing import Publishing
+from router.router_kit import PATIENCE_S, eventually, fakes, routing
+
+from kvpool.control.reading.asking import adapters_in
+from kvpool.control.router import EventsSpec
+from kvpool.control.router.adapter_names import AdapterNames
+from kvpool.control.router.prompts import PromptReader
+from kvpool.index.adapters import adapter_namespace, adapter_of
+
+PROMPT = [7] * 12 * BLOCK
+BY_EVENTS = {"block_tokens": BLOCK, "policy": "longest-prefix", "warmup_s": 0.0, "cap": 1000.0}
+CARDS = [
+    {"id": "base", "parent": None, "object": "model"},
+    {"id": "alias", "object": "model"},
+    {"id": "sql", "parent": "base", "root": "/sql"},
+    {"id": "chat", "parent": "base"},
+]
+
+
+def test_prompts_of_adapters_go_where_their_own_adapter_has_them():
+    with fakes("a", "b", "c") as three, Publishing() as a, Publishing() as b, Publishing() as c:
+        for fake in three:
+            fake.models = CARDS
+        events = {"a": EventsSpec(a.endpoint), "b": EventsSpec(b.endpoint), "c": EventsSpec(c.endpoint)}
+        with routing(*three, events=events, **BY_EVENTS) as running:
+            for each in (a, b, c):
+                each.wait_until_heard()
+            a.store(PROMPT)
+            b.store(PROMPT, lora_name="sql", lora_id=1, extra_keys=["sql"])
+            c.store(PROMPT, extra_keys=["sql"])  # a salt that is called as the adapter
+            eventually(lambda: all(each["cached_blocks"] for each in running.states().values()))
+            eventually(lambda: "chat" in running.router._adapters._names, "the instances were not asked")
+            places = [running.where(PROMPT, model=model) for model in ("base", "alias", "sql", "base")]
+            assert places == ["a", "a", "b", "a"]
+            assert running.where(PROMPT, model="base", cache_salt="sql") == "c"
+            before = running.metric("prompt_tokens_cached_total")
+            running.complete(PROMPT, model="chat")  # an adapter of which nothing is cached
+            running.complete(PROMPT, model="sql", cache_salt="salt")
+            assert running.metric("prompt_tokens_cached_total") == before
+
+
+def test_an_event_names_an_adapter_that_no_list_has():
+    with fakes("a", "b") as two, Publishing() as a, Publishing() as b:
+        with routing(*two, events={"a": EventsSpec(a.endpoint), "b": EventsSpec(b.endpoint)}, **BY_EVENTS) as running:
+            for each in (a, b):
+                each.wait_until_heard()
+            a.store(PROMPT)
+            b.store(PROMPT, lora_name="new", lora_id=1)
+            eventually(lambda: all(each["cached_blocks"] for each in running.states().values()))
+            assert [running.where(PROMPT, model=model) for model in ("new", "base")] == ["b", "a"]
+
+
+def test_lists_of_models_may_be_anything():
+    assert list(adapters_in(json.dumps({"data": CARDS}).encode())) == ["sql", "chat"]
+    for odd in (b"", b"[]", b'{"data": 7}', b'{"data": [{"id": 7}]}', b"\xff", b"[" * 100_000):
+        assert list(adapters_in(odd)) == []
+
+
+def test_names_are_bounded_and_namespaces_tell_them_apart():
+    names = AdapterNames()
+    for name in ("", "x" * 5000):
+        names.add(name)
+    assert ("" in names, "x" * 5000 in names) == (False, False)
+    names.seen(adapter_namespace("sql", "salt"))
+    names.seen("salt")
+    assert ("sql" in names, "salt" in names) == (True, False)
+    assert [adapter_of(each) for each in (names.namespace("sql", "s"), names.namespace("m", "s"))] == ["sql", ""]
+    assert names.namespace(None, "s") == names.namespace("m", "s") == "s"
+
+
+@pytest.mark.parametrize("padding", [0, 100_000], ids=["here", "in a process"])
+def test_the_model_of_a_request_is_read_wherever_its_body_is(padding):
+    names = AdapterNames()
+    names.add("sql")
+    reader = PromptReader(None, 1 << 20, 1, PATIENCE_S, adapters=names)
+    try:
+        body = json.dumps({"prompt": [1, 2, 3], "model": "sql"}).encode().ljust(padding)
+        asked = asyncio.run(reader.read("completions", {}, body))
+    finally:
+        reader.close()
+    assert (asked.tokens.tolist(), asked.namespace) == ([1, 2, 3], adapter_namespace("sql"))
