@@ -136,6 +136,9 @@ class Pool(NetworkedPool):
         role: Role = "both",
         listen: str | Sequence[str] | None = None,
         url: str = "",
+        rank: int | None = None,
+        events: str = "",
+        events_replay: str = "",
         timeout: float | None = None,
     ) -> Attachment:
         """Makes this pool a member of a cluster: from then on every verb reaches every member by its name.
@@ -156,6 +159,9 @@ class Pool(NetworkedPool):
             listen: The addresses for peers, one or several, the best first. By default a Unix socket in a cluster of
                 one machine, and TCP on the loopback in others: name an interface for other hosts.
             url: Where the engine of this pool answers HTTP, for routers: "http://10.0.0.1:8000", without `/v1`.
+            rank: The data-parallel rank of this pool's engine there; None if the server has one rank.
+            events: Where the engine publishes KV events, to connect to, for routers: "tcp://10.0.0.1:5557".
+            events_replay: Where it repeats them; empty for nowhere.
             timeout: Seconds; None: the setting ``timeout_s`` plus two leases, for which the directory may have to wait:
                 one for the name of a dead member, one, if etcd lists no members, for members that may be coming back.
 
@@ -176,7 +182,10 @@ class Pool(NetworkedPool):
             if self._attachment is not None:
                 state = "has left its cluster: make a new one" if self._attachment.closed else "is attached already"
                 raise StateError(f"this pool {state}")
-            self._attachment = attach(self, cluster, name=name, role=role, listen=listen, url=url, timeout=timeout)
+            self._attachment = attach(
+                self, cluster, name=name, role=role, listen=listen, url=url, rank=rank, events=events,
+                events_replay=events_replay, timeout=timeout,
+            )  # fmt: skip
             return self._attachment
 
     def close(self) -> None:

@@ -48,6 +48,12 @@ def add_parser(commands: Any) -> None:
         metavar="NAME=URL[,...]",
         help="instances that generate the answers; NAME is that of its pool in the cluster",
     )
+    add(
+        "--data-parallel",
+        default="",
+        metavar="NAME=RANKS[,...]",
+        help="servers with several data-parallel ranks, each of which becomes an instance, NAME-dp0 and so on",
+    )
     add("--policy", default="queue-plus-exec", help="queue-plus-exec, longest-prefix, session-id or least-load")
     add("--host", default="127.0.0.1", help="where to listen")
     add("--port", type=int, default=8000, help="0 takes a free one")
@@ -195,6 +201,15 @@ def _named(option: str, text: str) -> dict[str, str]:
     return named
 
 
+def _ranks(text: str) -> dict[str, int]:
+    try:
+        return {name: int(count) for name, count in _named("--data-parallel", text).items()}
+    except ValueError as error:
+        if isinstance(error, ArgumentError):
+            raise
+        raise ArgumentError(f"--data-parallel {text!r}: it must be NAME=RANKS") from error
+
+
 def _cluster(given: argparse.Namespace) -> ClusterSettings | None:
     from kvpool.control.router import ClusterSettings
 
@@ -215,12 +230,14 @@ def _run(options: Options, arguments: argparse.Namespace) -> None:
         raise Unsupported(f"the router needs {error.name}: pip install 'kvpool[router]'") from error
     options.read_file(arguments)
     given = arguments
+    named = (
+        *_specs(given.instances, "both"),
+        *_specs(given.prefill, "prefill"),
+        *_specs(given.decode, "decode"),
+    )
+    instances, events = router.by_rank(named, _events(given.events, given.events_replay), _ranks(given.data_parallel))
     settings = router.RouterSettings(
-        instances=(
-            *_specs(given.instances, "both"),
-            *_specs(given.prefill, "prefill"),
-            *_specs(given.decode, "decode"),
-        ),
+        instances=instances,
         cluster=_cluster(given),
         policy=given.policy,
         host=given.host,
@@ -236,7 +253,7 @@ def _run(options: Options, arguments: argparse.Namespace) -> None:
         tokenize=given.tokenize,
         tokenize_timeout_s=given.tokenize_timeout,
         tokenize_bytes_max=int(given.tokenize_kib * _KIB),
-        events=_events(given.events, given.events_replay),
+        events=events,
         events_blocks_max=given.events_blocks,
         block_tokens=given.block_tokens,
         health=router.HealthSettings(

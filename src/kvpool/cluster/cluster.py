@@ -218,6 +218,9 @@ class Cluster:
         dram_blocks: int = 0,
         load: Load | None = None,
         url: str = "",
+        rank: int | None = None,
+        events: str = "",
+        events_replay: str = "",
         timeout: float | None = None,
     ) -> Registration:
         """Makes this process a member. For integrators: `Pool.attach` calls this.
@@ -238,6 +241,9 @@ class Cluster:
             dram_blocks: Its capacity in DRAM.
             load: How busy it is at first.
             url: Where its engine answers HTTP.
+            rank: Its data-parallel rank there; None if the server has one rank.
+            events: Where its engine publishes KV events.
+            events_replay: Where it repeats them.
             timeout: Seconds to wait for the directory, and for the name. None: 10 plus two leases: one for a dead
                 member to lose the name, one for members that may be coming back to an etcd that has lost its data.
 
@@ -259,7 +265,7 @@ class Cluster:
         record = Member(
             name, 0, incarnation, role, tuple(endpoints) if isinstance(endpoints, list) else endpoints,  # type: ignore[arg-type]
             {} if layout is None else layout, model, parallel, hbm_blocks, dram_blocks, load or Load(),
-            url=url,
+            url=url, rank=rank, events=events, events_replay=events_replay,
         )  # fmt: skip
         record.to_bytes()  # checks its length
         until = time.monotonic() + _seconds(timeout, _DIRECTORY_S + 2 * self.lease_s)

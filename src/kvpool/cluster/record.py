@@ -27,6 +27,7 @@ RECORD_BYTES_MAX: Final = 64 << 10
 _VERSION: Final = 1
 _TEXT_BYTES_MAX: Final = 255
 _ENDPOINTS_MAX: Final = 16
+_RANK_MAX: Final = (1 << 16) - 1
 _INCARNATION_MAX: Final = (1 << 64) - 1
 _COUNT_MAX: Final = (1 << 63) - 1
 
@@ -134,6 +135,9 @@ class Member:
         rebalancing: What it runs, and what it plans for all, as JSON, as kvpool.control.rebalancing last published it;
             empty if it takes no part.
         url: Where its engine answers HTTP, without `/v1`: "http://10.0.0.1:8000"; empty if it publishes none.
+        rank: The data-parallel rank that its engine has at `url`; None if the server has one rank.
+        events: Where its engine publishes KV events: "tcp://10.0.0.1:5557"; empty if it does not.
+        events_replay: Where it repeats them; empty for nowhere.
         state: "up"; or "draining": it finishes its requests and takes no new ones.
         term: How often it has lost its lease and come back. Each new term voids its earlier links and reservations.
         since_ns: When this process first saw this incarnation in this term (CLOCK_MONOTONIC). Not compared.
@@ -155,6 +159,9 @@ class Member:
     state: State = "up"
     term: int = 0
     url: str = ""
+    rank: int | None = None
+    events: str = ""
+    events_replay: str = ""
     since_ns: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
@@ -173,7 +180,10 @@ class Member:
         _check_choice("state", self.state, get_args(State))
         object.__setattr__(self, "endpoints", _checked_endpoints(self.endpoints))
         _check_text("model", self.model, _TEXT_BYTES_MAX)
-        _check_text("url", self.url, _TEXT_BYTES_MAX)
+        for name in ("url", "events", "events_replay"):
+            _check_text(name, getattr(self, name), _TEXT_BYTES_MAX)
+        if self.rank is not None:
+            _check_count("rank", self.rank, _RANK_MAX)
         if not isinstance(self.layout, Mapping):
             raise _wrong_type("layout", "a dict", self.layout)
         if self.parallel is not None and not isinstance(self.parallel, Mapping):

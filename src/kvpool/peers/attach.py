@@ -32,6 +32,9 @@ def attach(
     role: Role,
     listen: str | Sequence[str] | None,
     url: str,
+    rank: int | None,
+    events: str,
+    events_replay: str,
     timeout: float | None,
 ) -> Attachment:
     """Makes a pool a member: see `Pool.attach`. If it fails, pool and cluster are unchanged."""
@@ -64,6 +67,9 @@ def attach(
             dram_blocks=stats["dram"]["capacity"],
             load=load_of(pool, 0),
             url=url,
+            rank=rank,
+            events=events,
+            events_replay=events_replay,
             timeout=wanted.timeout_s + 2 * cluster.lease_s if timeout is None else timeout,
         )
         try:

@@ -8,6 +8,7 @@ from kit import small_pool
 
 import kvpool
 from kvpool.engines.vllm.members import ROLES, Membership
+from kvpool.engines.vllm.published import Published
 
 
 def test_a_member_is_known_by_name_and_role_until_it_leaves(url):
@@ -57,3 +58,20 @@ def test_a_busy_engine_is_not_given_up_at_once(url, options, lease):
         member = Membership(pool, url, "both", None, options)
         assert member._cluster.lease_s == lease
         member.close()
+
+
+def test_routers_learn_where_an_engine_answers_and_publishes(url):
+    published = Published("tcp://10.0.0.5:5560", "tcp://10.0.0.5:6003", rank=3)
+    with small_pool(name="a") as pool, kvpool.Cluster.join(url) as observer:
+        member = Membership(pool, url, "both", None, {"lease": 60.0}, "http://10.0.0.5:8000", published)
+        eventually(observer.members)
+        (seen,) = observer.members()
+        assert (seen.url, seen.rank) == ("http://10.0.0.5:8000", 3)
+        assert (seen.events, seen.events_replay) == (published.events, published.replay)
+        member.close()
+    with small_pool(name="b") as pool, kvpool.Cluster.join(url) as cluster:
+        with pytest.raises(kvpool.ArgumentError, match="rank"):
+            pool.attach(cluster, rank=-1)
+        with pytest.raises(kvpool.ArgumentTypeError, match="events"):
+            pool.attach(cluster, events=7)  # type: ignore[arg-type]
+        pool.attach(cluster)  # nothing has changed

@@ -18,7 +18,7 @@ from kvpool.index.adapters import adapter_namespace, adapter_of
 
 PROMPT = [7] * 12 * BLOCK
 BY_EVENTS = {"block_tokens": BLOCK, "policy": "longest-prefix", "warmup_s": 0.0, "cap": 1000.0}
-CARDS = [
+MODELS = [
     {"id": "base", "parent": None, "object": "model"},
     {"id": "alias", "object": "model"},
     {"id": "sql", "parent": "base", "root": "/sql"},
@@ -29,7 +29,7 @@ CARDS = [
 def test_prompts_of_adapters_go_where_their_own_adapter_has_them():
     with fakes("a", "b", "c") as three, Publishing() as a, Publishing() as b, Publishing() as c:
         for fake in three:
-            fake.models = CARDS
+            fake.models = MODELS
         events = {"a": EventsSpec(a.endpoint), "b": EventsSpec(b.endpoint), "c": EventsSpec(c.endpoint)}
         with routing(*three, events=events, **BY_EVENTS) as running:
             for each in (a, b, c):
@@ -60,7 +60,7 @@ def test_an_event_names_an_adapter_that_no_list_has():
 
 
 def test_lists_of_models_may_be_anything():
-    assert list(adapters_in(json.dumps({"data": CARDS}).encode())) == ["sql", "chat"]
+    assert list(adapters_in(json.dumps({"data": MODELS}).encode())) == ["sql", "chat"]
     for odd in (b"", b"[]", b'{"data": 7}', b'{"data": [{"id": 7}]}', b"\xff", b"[" * 100_000):
         assert list(adapters_in(odd)) == []
 

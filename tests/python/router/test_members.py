@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from kit import BLOCK
+from router.publishing import Publishing
 from router.router_kit import Fake, Running, asked_of, eventually, fakes, logged, routing
 
 import kvpool
@@ -176,3 +178,30 @@ def test_half_a_fleet_is_no_error_where_a_cluster_brings_the_rest():
 def test_a_clusters_url_that_is_wrong_is_refused():
     with pytest.raises(kvpool.ArgumentError, match="nonsense"):
         Router(RouterSettings((), cluster=ClusterSettings("nonsense://x")))
+
+
+def test_a_member_says_where_its_events_and_which_rank_it_is(url):
+    """Two ranks of one server, of which one publishes."""
+    settings = {"block_tokens": BLOCK, "policy": "longest-prefix", "warmup_s": 0.0, "cap": 1000.0}
+    with fakes("a") as (fake,), Publishing() as publisher, routing_members(url, **settings) as running:
+        shared = {"role": "both", "url": fake.spec.url}
+        with kvpool.Cluster.join(url) as one, kvpool.Cluster.join(url) as other:
+            one.register(name="a-dp0", incarnation=next(incarnations), rank=0, **shared)
+            other.register(name="a-dp1", incarnation=next(incarnations), rank=1, events=publisher.endpoint, **shared)
+            eventually(lambda: up(running) == {"a-dp0", "a-dp1"})
+            publisher.wait_until_heard()
+            prompt = [7] * 12 * BLOCK
+            publisher.store(prompt)
+            eventually(lambda: running.states()["a-dp1"]["cached_blocks"] == 12)
+            assert running.where(prompt, model="any") == "a-dp1"  # by events, which name no model
+            assert fake.seen[-1][1]["x-data-parallel-rank"] == "1"
+            assert running.metric("events_synced", instance="a-dp1") == 1
+            assert running.states()["a-dp0"]["events"] is None
+
+
+def test_an_endpoint_that_cannot_be_is_told_and_the_member_is_not_routed_to(url):
+    with logged() as records, fakes("a") as (fake,), routing_members(url), kvpool.Cluster.join(url) as cluster:
+        cluster.register(
+            name="a", role="both", incarnation=next(incarnations), url=fake.spec.url, events="tcp://*:5557"
+        )
+        eventually(lambda: [each for each in records if each.getMessage() == "member not routed to"])

@@ -9,6 +9,8 @@
     fleet       the instances, their limits, the scheduler's input           <- health, upstream
     following   what instances have cached, by their KV events
     tokenizing  asks instances for the model's tokens of prompts
+    adapters    which models of requests are LoRA adapters
+    ranks       data-parallel ranks of a server as instances
     lease       what a request holds at instances and at the scheduler
     members     a cluster's members as instances
     probing     polls the instances' health, on a separate thread and loop
@@ -20,6 +22,7 @@ and the feeding of the trees by events, so nothing else here is thread-safe.
 """
 
 from kvpool.control.router.app import admin_app, public_app
+from kvpool.control.router.ranks import by_rank
 from kvpool.control.router.server import serve
 from kvpool.control.router.service import Router
 from kvpool.control.router.settings import ClusterSettings, EventsSpec, HealthSettings, InstanceSpec, RouterSettings
@@ -32,6 +35,7 @@ __all__ = [
     "Router",
     "RouterSettings",
     "admin_app",
+    "by_rank",
     "public_app",
     "serve",
 ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, Final
 
 from starlette.applications import Starlette
@@ -74,10 +75,13 @@ def admin_app(router: Router) -> Starlette:
             fields = json.loads(body)
             url, name = fields["url"], fields.get("name")
             spec = InstanceSpec.parse(url if name is None else f"{name}={url}", fields.get("role", "both"))
+            spec = replace(spec, rank=fields.get("rank"))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             if isinstance(error, ArgumentError):
                 raise
-            raise ArgumentError('the body must be {"url": "http://...", "name": "...", "role": "..."}') from error
+            raise ArgumentError(
+                'the body must be {"url": "http://...", "name": "...", "role": "...", "rank": 0}'
+            ) from error
         router.add(spec)
         return JSONResponse({"name": spec.name, "url": spec.url}, 201)
 

@@ -86,8 +86,8 @@ class Fleet:
 
     def add(self, spec: InstanceSpec) -> Instance:
         """An instance joins. Raises ArgumentError when its name or URL is there already."""
-        if any(spec.name == other.spec.name or spec.url == other.spec.url for other in self):
-            raise ArgumentError(f"instance {spec.name} at {spec.url} is there already")
+        if any(spec.name == other.spec.name or spec.place == other.spec.place for other in self):
+            raise ArgumentError(f"instance {spec.name} at {spec.place} is there already")
         if len(self._by_number) == _INSTANCES_MAX:
             raise ArgumentError(f"there are {_INSTANCES_MAX} instances, and no more fit")
         number = self._new_number()
@@ -146,6 +146,7 @@ class Fleet:
             {
                 "name": instance.spec.name,
                 **({"url": instance.spec.url} if urls else {}),
+                **({} if instance.spec.rank is None else {"rank": instance.spec.rank}),
                 "role": instance.spec.role,
                 "state": instance.breaker.state.value,
                 "draining": instance.closed,
@@ -245,7 +246,7 @@ class Fleet:
             self._metrics.up.labels(name).set(instance.in_table)
             self._metrics.draining.labels(name).set(instance.closed)
             self._metrics.in_flight.labels(name).set(instance.in_flight)
-            if self._following.publishes(name):
+            if self._following.publishes(instance.spec):
                 self._metrics.synced.labels(name).set(self._following.is_synced(instance.number))
         self._metrics.tree_blocks.set(sum(len(self.scheduler.tree(kind)) for kind in Kind))
         evicted = self.scheduler.blocks_evicted
@@ -284,7 +285,7 @@ class Fleet:
     def _follow(self, instance: Instance) -> None:
         """Follows an instance's events if it publishes them. What fails is tried again at the next tick."""
         number = instance.number
-        followed = self._following.follow(instance.spec.name, number, self._tree_of(instance))
+        followed = self._following.follow(instance.spec, number, self._tree_of(instance))
         self.scheduler.set_by_events(number, followed)
 
     def _take_out(self, instance: Instance) -> None:

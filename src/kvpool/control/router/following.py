@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from kvpool.control.router.adapter_names import AdapterNames
 from kvpool.control.router.logs import event
 from kvpool.control.router.metrics import Metrics
-from kvpool.control.router.settings import EventsSpec
+from kvpool.control.router.settings import EventsSpec, InstanceSpec
 from kvpool.errors import ArgumentError, Unsupported
 from kvpool.index import RemovedEvent, StoredEvent
 from kvpool.policy.routing import PromptTree
@@ -94,17 +94,17 @@ class Following:
             except ImportError as error:
                 raise Unsupported("--events needs pyzmq and msgpack: pip install 'kvpool[events]'") from error
 
-    def publishes(self, name: str) -> bool:
+    def publishes(self, instance: InstanceSpec) -> bool:
         """Whether an instance is to be followed."""
-        return name in self._endpoints
+        return self._where(instance) is not None
 
-    def follow(self, name: str, number: int, tree: PromptTree) -> bool:
+    def follow(self, instance: InstanceSpec, number: int, tree: PromptTree) -> bool:
         """Follows an instance from now on, if it publishes events. Idempotent; returns whether it is followed.
 
         False for a failure, too, which may pass (no file or thread is left): call it again after a while. One whose
         thread has failed is forgotten and followed anew.
         """
-        spec = self._endpoints.get(name)
+        spec, name = self._where(instance), instance.name
         if spec is None:
             return False
         followed = self._followed.get(number)
@@ -116,10 +116,10 @@ class Following:
         before = self._not_followed.get(number)
         if isinstance(before, ArgumentError):  # an address that ZMQ does not take
             return False
-        from kvpool.observe.events import EventSubscriber
-
         feed = _Feed(tree, self._adapters)
         try:
+            from kvpool.observe.events import EventSubscriber
+
             subscriber = EventSubscriber(feed, number, spec.endpoint, spec.replay, blocks_max=self._blocks_max)
         except Exception as error:
             self._not_followed[number] = error
@@ -173,6 +173,10 @@ class Following:
                     followed.told.add(fault)
                     cause = template.format(followed.feed.block_tokens, self._blocks_max)
                     event(logging.WARNING, "events ignored", instance=followed.name, cause=cause)
+
+    def _where(self, instance: InstanceSpec) -> EventsSpec | None:
+        """Where an instance publishes: what the operator says counts before what its member does."""
+        return self._endpoints.get(instance.name, instance.events)
 
     def _count(self, followed: _Followed) -> None:
         for what, counter in (("gaps", self._metrics.events_forgotten), ("dropped", self._metrics.events_dropped)):

@@ -41,6 +41,7 @@ from kvpool.control.router.lease import Lease, Seat
 from kvpool.control.router.logs import LOGGER
 from kvpool.control.router.metrics import Metrics
 from kvpool.control.router.prompts import Asked, Kind
+from kvpool.control.router.ranks import RANK_HEADERS
 from kvpool.control.router.settings import RouterSettings
 from kvpool.control.router.upstream import Answer, UpstreamError, passed_on
 
@@ -201,7 +202,7 @@ class Forwarding:
         with seat.instance.awaited(min(self._settings.first_byte_timeout_s, self._left_s())) as scope:
             try:
                 upstream = seat.instance.upstream
-                answer = await upstream.open(exchange.method, exchange.path, self._headers(asked, divided), body)
+                answer = await upstream.open(exchange.method, exchange.path, self._headers(seat, asked, divided), body)
             except UpstreamError as error:
                 if error.ours:
                     raise Refusal(503, str(error), "overloaded", 1) from error
@@ -221,8 +222,12 @@ class Forwarding:
             raise _Elsewhere(f"the instance said {answer.status}")
         return answer
 
-    def _headers(self, asked: Asked, legible: bool) -> list[tuple[bytes, bytes]]:
+    def _headers(self, seat: Seat, asked: Asked, legible: bool) -> list[tuple[bytes, bytes]]:
         headers = passed_on(self.exchange.raw_headers)
+        rank = seat.instance.spec.rank
+        if rank is not None:
+            headers = [(name, value) for name, value in headers if name not in RANK_HEADERS]
+            headers += [(name, str(rank).encode()) for name in RANK_HEADERS]
         if legible or asked.stream or not any(name == b"accept-encoding" for name, _ in headers):
             headers = [(name, value) for name, value in headers if name != b"accept-encoding"]
             headers.append((b"accept-encoding", b"identity"))  # events are cut, and prefill's answer is read

@@ -14,7 +14,7 @@ from kvpool.cluster import Cluster, Member
 from kvpool.control.router.fleet import Fleet
 from kvpool.control.router.lease import Instance
 from kvpool.control.router.logs import event
-from kvpool.control.router.settings import ClusterSettings, InstanceSpec
+from kvpool.control.router.settings import ClusterSettings, EventsSpec, InstanceSpec
 from kvpool.errors import ArgumentError
 
 __all__ = ["ClusterInstances"]
@@ -89,7 +89,9 @@ class ClusterInstances:
         """The member becomes an instance, unless another one has its name or URL, or they are wrong."""
         member = followed.member
         try:
-            followed.instance = self._add(InstanceSpec(member.name, member.url.rstrip("/"), member.role))
+            events = EventsSpec(member.events, member.events_replay or None) if member.events else None
+            spec = InstanceSpec(member.name, member.url.rstrip("/"), member.role, member.rank, events)
+            followed.instance = self._add(spec)
         except ArgumentError as error:
             if str(error) != followed.cause:  # it is tried again, and told once
                 event(logging.WARNING, "member not routed to", member=member.name, cause=str(error))
@@ -109,9 +111,5 @@ class ClusterInstances:
 
 def _same(one: Member, other: Member) -> bool:
     """Whether it is the same process at the same place. One that has lost its lease and is back is the same."""
-    return (one.instance, one.incarnation, one.url, one.role) == (
-        other.instance,
-        other.incarnation,
-        other.url,
-        other.role,
-    )
+    same = ("instance", "incarnation", "url", "role", "rank", "events", "events_replay")
+    return all(getattr(one, name) == getattr(other, name) for name in same)

@@ -47,7 +47,8 @@ class Router:
         self.metrics = Metrics()
         adapters = AdapterNames()
         self.fleet = Fleet(settings, self.metrics, adapters=adapters)
-        self._adapters = Adapters(settings, self.fleet, adapters) if settings.events else None
+        by_events = bool(settings.events) or settings.cluster is not None  # whose members may publish some
+        self._adapters = Adapters(settings, self.fleet, adapters) if by_events else None
         self._budget = Budget(settings.held_bytes_max, settings.requests_max)
         self._intake = Intake(settings)
         self._tokenizing = None if settings.tokenize is None else Tokenizing(settings, self.fleet, self.metrics)
@@ -57,7 +58,7 @@ class Router:
             settings.readers,
             settings.reader_wait_s,
             None if self._tokenizing is None else self._tokenizing.ask,
-            adapters if settings.events else None,
+            adapters if by_events else None,
         )
         self._probing = Probing(settings.health, self.fleet.probed)
         self._members: ClusterInstances | None = None

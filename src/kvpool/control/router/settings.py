@@ -34,45 +34,6 @@ def _positive(owner: object, *names: str) -> None:
 
 
 @dataclass(frozen=True)
-class InstanceSpec:
-    """An instance as the operator names it.
-
-    Attributes:
-        name: In metrics, logs and headers: letters, digits and `._:-`, at most 64 of them.
-        url: http:// or https://, a host, and a path before `/v1` where there is one.
-        role: "prefill" computes prompts for those that "decode"; "both" answers alone.
-    """
-
-    name: str
-    url: str
-    role: Role = "both"
-
-    def __post_init__(self) -> None:
-        try:
-            parts = urlsplit(self.url)
-            port = parts.port
-        except ValueError as error:
-            raise ArgumentError(f"instance {self.url!r}: {error}") from error
-        if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
-            raise ArgumentError(f"instance {self.url!r}: it must look like http://127.0.0.1:8001")
-        if parts.query or parts.fragment or parts.username or parts.password:
-            raise ArgumentError(f"instance {self.name}: a URL with a query, a fragment or a password is refused")
-        if not fullmatch(r"[A-Za-z0-9._:-]{1,64}", self.name):
-            raise ArgumentError(f"instance name {self.name!r}: letters, digits and ._:- only, at most 64")
-        if self.role not in get_args(Role):
-            raise ArgumentError(f"instance {self.name}: role {self.role!r}; there are {', '.join(get_args(Role))}")
-
-    @classmethod
-    def parse(cls, text: str, role: Role = "both") -> InstanceSpec:
-        """From `URL` or `NAME=URL`; the name is host:port where none is given. Raises ArgumentError."""
-        name, equals, url = text.strip().partition("=")
-        if not equals:
-            name, url = "", text.strip()
-        url = url.rstrip("/")
-        return cls(name or sub(r"[^A-Za-z0-9._:-]", "", urlsplit(url).netloc) or "?", url, role)
-
-
-@dataclass(frozen=True)
 class EventsSpec:
     """Where an instance publishes its KV events.
 
@@ -94,6 +55,71 @@ class EventsSpec:
                     f"KV events of {each!r}: it must look like tcp://10.0.0.1:5557 or ipc:///path, with an address to "
                     "connect to"
                 )
+
+    def of_rank(self, rank: int) -> EventsSpec:
+        """Where a data-parallel rank publishes if rank 0 does so here: at a port that is higher by the rank.
+
+        Raises:
+            ArgumentError: An endpoint has no port, or none that is so much higher.
+        """
+        return EventsSpec(_of_rank(self.endpoint, rank), None if self.replay is None else _of_rank(self.replay, rank))
+
+
+@dataclass(frozen=True)
+class InstanceSpec:
+    """An instance as the operator names it.
+
+    Attributes:
+        name: In metrics, logs and headers: letters, digits and `._:-`, at most 64 of them.
+        url: http:// or https://, a host, and a path before `/v1` where there is one.
+        role: "prefill" computes prompts for those that "decode"; "both" answers alone.
+        rank: The data-parallel rank of the server at `url` that it is; None: the server chooses one.
+        events: Where it publishes its KV events, unless the settings say so by its name; None: nowhere.
+    """
+
+    name: str
+    url: str
+    role: Role = "both"
+    rank: int | None = None
+    events: EventsSpec | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            parts = urlsplit(self.url)
+            port = parts.port
+        except ValueError as error:
+            raise ArgumentError(f"instance {self.url!r}: {error}") from error
+        if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+            raise ArgumentError(f"instance {self.url!r}: it must look like http://127.0.0.1:8001")
+        if parts.query or parts.fragment or parts.username or parts.password:
+            raise ArgumentError(f"instance {self.name}: a URL with a query, a fragment or a password is refused")
+        if not fullmatch(r"[A-Za-z0-9._:-]{1,64}", self.name):
+            raise ArgumentError(f"instance name {self.name!r}: letters, digits and ._:- only, at most 64")
+        if self.role not in get_args(Role):
+            raise ArgumentError(f"instance {self.name}: role {self.role!r}; there are {', '.join(get_args(Role))}")
+        if self.rank is not None and (type(self.rank) is not int or self.rank < 0):
+            raise ArgumentError(f"instance {self.name}: rank {self.rank!r} must be a number from 0 on")
+
+    @property
+    def place(self) -> str:
+        """Its URL and rank: no two instances have the same."""
+        return self.url if self.rank is None else f"{self.url} (rank {self.rank})"
+
+    @classmethod
+    def parse(cls, text: str, role: Role = "both") -> InstanceSpec:
+        """From `URL` or `NAME=URL`; the name is host:port where none is given. Raises ArgumentError."""
+        name, equals, url = text.strip().partition("=")
+        if not equals:
+            name, url = "", text.strip()
+        url = url.rstrip("/")
+        return cls(name or sub(r"[^A-Za-z0-9._:-]", "", urlsplit(url).netloc) or "?", url, role)
+
+
+def _of_rank(endpoint: str, rank: int) -> str:
+    if rank and not endpoint.startswith("tcp://"):
+        raise ArgumentError(f"KV events of rank {rank}: {endpoint} has no port that the rank could be added to")
+    address, _, port = endpoint.rpartition(":")
+    return f"{address}:{int(port) + rank}" if rank else endpoint
 
 
 @dataclass(frozen=True)
@@ -255,7 +281,7 @@ class RouterSettings:
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise ArgumentError(f"policy {self.policy!r}; there are {', '.join(POLICIES)}")
-        for seen in ("name", "url"):
+        for seen in ("name", "place"):
             values = [getattr(spec, seen) for spec in self.instances]
             if twice := sorted({value for value in values if values.count(value) > 1}):
                 raise ArgumentError(f"instances: {', '.join(twice)} is there twice")

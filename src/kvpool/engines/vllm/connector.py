@@ -46,6 +46,7 @@ from kvpool.engines.vllm.outgoing import Outgoing  # noqa: E402
 from kvpool.engines.vllm.packings import packing_of  # noqa: E402
 from kvpool.engines.vllm.planner import Planner  # noqa: E402
 from kvpool.engines.vllm.plans import SavePlan, StepPlan  # noqa: E402
+from kvpool.engines.vllm.published import published_by  # noqa: E402
 from kvpool.engines.vllm.pulls import Pulls  # noqa: E402
 from kvpool.engines.vllm.reported_events import ReportedEvents, wanted  # noqa: E402
 from kvpool.engines.vllm.scheduler_index import SchedulerIndex  # noqa: E402
@@ -385,7 +386,10 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert options.cluster
         try:
             role = ROLES[self._kv_transfer_config.kv_role]
-            return Membership(pool, options.cluster, role, options.listen, options.cluster_options, options.url)
+            published = published_by(self._vllm_config, options.url)
+            return Membership(
+                pool, options.cluster, role, options.listen, options.cluster_options, options.url, published
+            )
         except BaseException:
             pool.close()
             raise

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from kvpool.cluster import Cluster, Role
+from kvpool.engines.vllm.published import NOTHING, Published
 from kvpool.pool import Pool
 
 __all__ = ["ROLES", "Membership", "secret_of"]
@@ -31,6 +32,7 @@ class Membership:
         listen: str | list[str] | None,
         options: Mapping[str, Any],
         engine_url: str = "",
+        published: Published = NOTHING,
     ) -> None:
         """Joins; waits as long as `Pool.attach` does.
 
@@ -42,6 +44,7 @@ class Membership:
             options: More for `Cluster.join`, whose ``lease`` is 15 seconds here if it is not given. The password of a
                 user comes from KVPOOL_ETCD_PASSWORD.
             engine_url: Where the engine answers HTTP.
+            published: Its rank there, and where it publishes KV events.
 
         Raises:
             Whatever `Cluster.join` and `Pool.attach` raise; then the cluster is left.
@@ -51,7 +54,14 @@ class Membership:
         self._cluster = Cluster.join(url, **{"lease": _LEASE_SECONDS, **options})
         try:
             attachment = pool.attach(
-                self._cluster, name=pool.settings.name or None, role=role, listen=listen, url=engine_url
+                self._cluster,
+                name=pool.settings.name or None,
+                role=role,
+                listen=listen,
+                url=engine_url,
+                rank=published.rank,
+                events=published.events,
+                events_replay=published.replay,
             )
             self.name = attachment.name
         except BaseException:

@@ -1,0 +1,59 @@
+"""What a router is told of an engine beside its URL: where vLLM publishes KV events, and the data-parallel rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+__all__ = ["NOTHING", "Published", "published_by"]
+
+
+@dataclass(frozen=True)
+class Published:
+    """For `Pool.attach`, whose arguments these are.
+
+    Attributes:
+        events: Where vLLM publishes, to connect to; "" for nowhere.
+        replay: Where it repeats what it has published.
+        rank: Of the engine at its URL; None if the server has one rank.
+    """
+
+    events: str = ""
+    replay: str = ""
+    rank: int | None = None
+
+
+NOTHING: Final = Published()
+
+
+def published_by(vllm_config: Any, url: str) -> Published:
+    """What vLLM's configuration says; nothing without a URL, because routers then do not route there.
+
+    Args:
+        vllm_config: vLLM's.
+        url: Of the engine's server; its host is where others reach what vLLM binds to all interfaces.
+    """
+    host = urlsplit(url).hostname
+    if not host:
+        return NOTHING
+    parallel, config = vllm_config.parallel_config, vllm_config.kv_events_config
+    # Servers of one rank each (an external or hybrid load balancer in front of them) count their ranks from 0.
+    several = parallel.data_parallel_size > 1 and not parallel.local_engines_only
+    rank = parallel.data_parallel_index if several else None
+    if config is None or not config.enable_kv_cache_events or config.publisher != "zmq":
+        return Published(rank=rank)
+    events = _reachable(config.endpoint, host, parallel.data_parallel_index)
+    return Published(events, _reachable(config.replay_endpoint, host, parallel.data_parallel_index), rank)
+
+
+def _reachable(endpoint: str | None, host: str, rank: int) -> str:
+    """Where to connect to what vLLM binds; "" for what it does not bind, or of which the port is not known."""
+    if endpoint is None or (rank and not endpoint.startswith("tcp://")):
+        return ""
+    if endpoint.startswith("ipc://"):
+        return endpoint
+    address, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    if address not in ("*", "[::]") or not port.isdigit() or port == "0":
+        return ""
+    return f"tcp://{f'[{host}]' if ':' in host else host}:{int(port) + rank}"
