@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
@@ -31,7 +32,7 @@ from kvpool.observe.events.wire import AllBlocksCleared, BlockHash, BlockRemoved
 
 __all__ = ["BLOCKS_MAX", "FollowsEvents", "Picture"]
 
-BLOCKS_MAX: Final = 1 << 18  # some 150 MiB
+BLOCKS_MAX: Final = 1 << 18  # some 200 MiB with blocks of 16 tokens
 
 _NO_ADDRS: Final = np.empty(0, np.uint64)  # the addresses of another process mean nothing here
 _UNSAID: Final = "?"  # the medium of a publisher that names none
@@ -85,7 +86,7 @@ class _Block:
         self.after: dict[BlockHash, _Block] = {}
         self.tokens: bytes | None = None  # int32; a copy, which keeps no message alive
         self.extra: _Extra | None = None
-        self.media: set[str] = set()
+        self.media: frozenset[str] = frozenset()
         self.live = False
         self.adapter = self.salt = ""  # while it is live
         self.depth = 0  # blocks from the start of the prompt to here; while it is live
@@ -96,7 +97,7 @@ class _Block:
 class Picture:
     """Follows the events of one publisher, and applies them to an index. Not thread-safe.
 
-    It needs memory for each block that the publisher holds: its tokens, and some 500 bytes.
+    It needs memory for each block that the publisher holds: its tokens, and some 700 bytes.
 
     Args:
         target: The index.
@@ -179,6 +180,7 @@ class Picture:
     def _put_in(self, event: BlockStored) -> None:
         size = self._block_tokens
         names = event.block_hashes[: self._blocks_max]
+        medium = _only(event.medium or _UNSAID)
         self.dropped += len(event.block_hashes) - len(names)
         before = None if event.parent_block_hash is None or not names else self._named(event.parent_block_hash)
         for position, name in enumerate(names):
@@ -191,8 +193,10 @@ class Picture:
                 if before is not None:
                     before.after[name] = block
                     self._ends.pop(before.hash, None)
-            if len(block.media) < _MEDIA_MAX:
-                block.media.add(event.medium or _UNSAID)
+            if not block.media:
+                block.media = medium
+            elif len(block.media) < _MEDIA_MAX:
+                block.media |= medium
             if name in self._ends:
                 self._ends.move_to_end(name)
             before = block
@@ -209,10 +213,7 @@ class Picture:
     def _take_out(self, event: BlockRemoved) -> dict[_Block, None]:
         found = [block for block in map(self._blocks.get, event.block_hashes) if block is not None]
         for block in found:
-            if event.medium is None:
-                block.media.clear()
-            else:
-                block.media -= {event.medium, _UNSAID}
+            block.media = frozenset() if event.medium is None else block.media - {event.medium, _UNSAID}
         return {block: None for block in found if not block.media}
 
     def _drop(self, block: _Block) -> None:
@@ -341,6 +342,12 @@ def _prefix(block: _Block) -> np.ndarray[Any, np.dtype[np.int32]]:
         parts.append(here.tokens)
         here = here.before
     return np.frombuffer(b"".join(parts[::-1]), np.int32)
+
+
+@lru_cache(64)
+def _only(medium: str) -> frozenset[str]:
+    """One object for all blocks that are in this medium alone."""
+    return frozenset((medium,))
 
 
 def _namespace(block: _Block) -> str:
