@@ -19,6 +19,7 @@ from tools.planted_lending import LENDING_BUGS
 from tools.planted_matches import MATCH_BUGS
 from tools.planted_migration import MIGRATION_BUGS
 from tools.planted_rebalancing import REBALANCING_BUGS
+from tools.planted_routing import ROUTING_BUGS
 
 __all__ = ["BUGS"]
 
@@ -30,6 +31,7 @@ BUGS: Final[tuple[Bug, ...]] = (
     *MATCH_BUGS,
     *MIGRATION_BUGS,
     *REBALANCING_BUGS,
+    *ROUTING_BUGS,
     Bug(
         "run-of-sources",
         "base",

@@ -1,0 +1,52 @@
+"""Bugs of routers that follow KV events: what they keep, what they forget, and whose prompts they take for whose."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tools.planted_kit import Bug, in_python
+
+__all__ = ["ROUTING_BUGS"]
+
+ROUTING_BUGS: Final[tuple[Bug, ...]] = (
+    Bug(
+        "unbounded-picture",
+        "observe",
+        "a publisher makes the router keep more and more blocks, until it has no memory",
+        in_python("observe/events/picture.py", "if len(self._blocks) > self._blocks_max:", "if self._blocks is None:"),
+        ("python/observe/test_picture_bounds.py", "python/router/test_events_bounds.py"),
+        build="python",
+    ),
+    Bug(
+        "told-block-by-block",
+        "observe",
+        "a long prompt that is stored block by block costs the router the square of its blocks",
+        in_python("observe/events/picture.py", "_STRIDE: Final = 32", "_STRIDE: Final = 1 << 40"),
+        ("python/observe/test_picture_bounds.py",),
+        build="python",
+    ),
+    Bug(
+        "publisher-gone-unnoticed",
+        "observe",
+        "a publisher is gone, and prompts go to its instance for ever by what it had cached",
+        in_python("observe/events/subscriber.py", "if self._connection.lost_s >= self._timeout:", "if False:"),
+        ("python/observe/test_event_publisher_gone.py", "python/router/test_events_bounds.py"),
+        build="python",
+    ),
+    Bug(
+        "adapters-mixed",
+        "control",
+        "prompts of an adapter go where the model itself has them cached, and are computed anew there",
+        in_python("control/router/adapter_names.py", "if model is not None and model in self._names", "if False"),
+        ("python/router/test_adapters.py",),
+        build="python",
+    ),
+    Bug(
+        "rank-unnamed",
+        "control",
+        "a prompt is routed to the rank that has it cached, and the server gives it to another one",
+        in_python("control/router/forwarding.py", "rank = seat.instance.spec.rank", "rank = None"),
+        ("python/router/test_ranks.py",),
+        build="python",
+    ),
+)
