@@ -19,6 +19,7 @@ class Publishing:
         self._out.bind(endpoint)
         self.endpoint = self._out.getsockopt_string(zmq.LAST_ENDPOINT)
         self._number = self._name = 0
+        self.rank: int | None = None
 
     def wait_until_heard(self) -> None:
         """Waits for a subscriber."""
@@ -34,7 +35,7 @@ class Publishing:
         rows = rows if rows is None else [rows] * blocks
         held = np.array(tokens[: blocks * BLOCK], np.int32)
         event = BlockStored(names, None, held, BLOCK, "GPU", extra_keys=rows, **fields)
-        self._out.send_multipart([b"", self._number.to_bytes(8, "big"), encode(EventBatch(0.0, [event]))])
+        self._out.send_multipart([b"", self._number.to_bytes(8, "big"), encode(EventBatch(0.0, [event], self.rank))])
         self._number += 1
         return len(held)
 

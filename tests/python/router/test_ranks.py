@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from kit import BLOCK
 from router.publishing import Publishing
-from router.router_kit import eventually, fakes, routing
+from router.router_kit import eventually, fakes, logged, routing
 
 from kvpool import cli
 from kvpool.control.router import EventsSpec, InstanceSpec, RouterSettings, by_rank
@@ -34,6 +34,18 @@ def test_a_prompt_goes_to_the_rank_that_has_it_cached():
             assert running.admin.post("/instances", json=url | {"rank": 1}).status_code == 400
             assert running.admin.post("/instances", json=url | {"rank": "1"}).status_code == 400
             assert running.admin.post("/instances", json=url | {"rank": 2}).status_code == 201
+
+
+def test_events_of_another_rank_are_ignored_and_told():
+    with logged() as records, fakes("a") as (fake,), Publishing() as publisher:
+        instances, _ = by_rank([fake.spec], {}, {"a": 2})
+        with routing(*instances, events={"a-dp1": EventsSpec(publisher.endpoint)}, **BY_EVENTS) as running:
+            publisher.wait_until_heard()
+            for publisher.rank in (0, 1):
+                publisher.store([7 + publisher.rank] * 12 * BLOCK)
+            eventually(lambda: running.states()["a-dp1"]["cached_blocks"] == 12)
+            assert running.states()["a-dp1"]["events"]["of_others"] == 1
+            eventually(lambda: [each for each in records if each.getMessage() == "events ignored"])
 
 
 def test_a_client_names_the_rank_where_the_router_does_not():

@@ -120,7 +120,9 @@ class Following:
         try:
             from kvpool.observe.events import EventSubscriber
 
-            subscriber = EventSubscriber(feed, number, spec.endpoint, spec.replay, blocks_max=self._blocks_max)
+            subscriber = EventSubscriber(
+                feed, number, spec.endpoint, spec.replay, blocks_max=self._blocks_max, rank=instance.rank
+            )
         except Exception as error:
             self._not_followed[number] = error
             if str(before) != str(error):
@@ -162,6 +164,7 @@ class Following:
             "malformed": subscriber.malformed,
             "left_out": subscriber.left_out,
             "dropped": subscriber.dropped,
+            "of_others": subscriber.of_others,
         }
 
     def tick(self) -> None:
@@ -188,5 +191,6 @@ class Following:
 _CAUSES = {
     "malformed": "messages that are no batch of KV events",
     "left_out": "blocks of another size than --block-tokens, {0}, or of layers of another kind",
+    "of_others": "batches of another data-parallel rank: the endpoint is not this rank's",
     "dropped": "the oldest blocks, because the instance has more than --events-blocks, {1}",
 }

@@ -58,6 +58,7 @@ class EventSubscriber:
         timeout: Seconds without any answer after which a request for replay has failed. It is repeated after `probe`.
             Also how long the publisher may be disconnected before the instance is forgotten.
         blocks_max: The most blocks of the instance that are known; beyond it those stored longest ago are dropped.
+        rank: The publisher's data-parallel rank: batches that name another one are ignored. None: any.
 
     Raises:
         ArgumentError: A number or an endpoint is wrong.
@@ -76,6 +77,7 @@ class EventSubscriber:
         probe: float = 1.0,
         timeout: float = 5.0,
         blocks_max: int = BLOCKS_MAX,
+        rank: int | None = None,
     ) -> None:
         if not 0 <= instance < 1 << 14:
             raise ArgumentError(f"an instance is a number from 0 to 16383, not {instance}", instance=instance)
@@ -91,6 +93,8 @@ class EventSubscriber:
         self.instance = instance
         self.endpoint = endpoint
         self._replay_endpoint = replay_endpoint
+        self._rank = rank
+        self._of_others = 0
         self._probe = probe
         self._asked_at = -math.inf  # by the monotonic clock
         self._timeout = timeout
@@ -156,6 +160,11 @@ class EventSubscriber:
     def dropped(self) -> int:
         """Blocks that were dropped because the instance has more than `blocks_max`."""
         return self._picture.dropped
+
+    @property
+    def of_others(self) -> int:
+        """Ignored batches of other data-parallel ranks: the endpoint is another rank's."""
+        return self._of_others
 
     def wait_synced(self, timeout: float | None = None) -> None:
         """Waits until it is `synced`.
@@ -348,7 +357,10 @@ class EventSubscriber:
             if not self._picture.is_empty:  # what it said may have been of any of these
                 self._start_over("a batch could not be read")
             return
-        self._picture.apply(batch.events)
+        if self._rank is not None and batch.data_parallel_rank not in (None, self._rank):
+            self._of_others += 1
+        else:
+            self._picture.apply(batch.events)
 
     def _set_synced(self, synced: bool) -> None:
         with self._changed:
