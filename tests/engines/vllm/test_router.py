@@ -5,13 +5,14 @@ costs. The servers are members of a cluster, and publish vLLM's KV events.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import secrets
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import zmq
 from served import cached_of, complete, eventually, router, servers, tokens_of
-from vllm_process import needs_vllm, prompt
+from vllm_process import BLOCK, needs_vllm, prompt
 
 import kvpool
 from kvpool.observe.events.wire import BlockStored, decode
@@ -49,6 +50,10 @@ def instances(pair) -> tuple[str, str]:
     return "--instances", ",".join(f"{name}={server.url}" for name, server in pair.items())
 
 
+def only(pair, name: str) -> tuple[str, str]:
+    return "--instances", f"{name}={pair[name].url}"
+
+
 def test_prompts_that_begin_alike_go_to_one_server_and_are_cached_there(pair):
     with router(*instances(pair), up=2) as client:
         homes = {}
@@ -66,6 +71,27 @@ def test_members_of_the_cluster_are_found(pair, cluster):
     with router("--cluster", cluster, up=2) as client:
         assert {each["name"] for each in client.get("/instances").json()["instances"]} == {"a", "b"}
         assert complete(client, prompt(100, 90)).status_code == 200
+
+
+def test_members_say_where_they_publish_their_events(pair, cluster):
+    """Nothing but the cluster is named; what one member was asked past the router is found there."""
+    numbers = itertools.count(900)
+    options = ("--block-tokens", str(BLOCK), "--idle", "1", "--warmup", "0")
+    with router("--cluster", cluster, *options, up=2) as client, router(*only(pair, "b"), up=1) as past:
+
+        def blocks() -> int:
+            return {each["name"]: each["cached_blocks"] for each in client.get("/instances").json()["instances"]}["b"]
+
+        def heard() -> bool:  # a publisher sends nothing to those who come late
+            complete(past, prompt(64, next(numbers)))
+            return blocks() > 0
+
+        eventually(heard, 60)
+        before, tokens = blocks(), prompt(640, 91)
+        complete(past, tokens)
+        eventually(lambda: blocks() >= before + 640 // BLOCK, 60)
+        answer = complete(client, tokens + QUESTIONS[0])
+        assert (answer.headers["x-kvpool-instance"], cached_of(answer)) == ("b", 640)
 
 
 def test_a_request_in_halves_is_computed_at_one_server_and_answered_by_the_other(pair):
