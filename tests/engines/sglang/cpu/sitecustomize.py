@@ -1,8 +1,9 @@
 """Lets SGLang's engine run on a CPU, in each of its processes: Python imports this where the folder is on its path.
 
 Two packages that SGLang imports exist for GPUs alone. `sgl_kernel` is made up: each of its functions raises when it is
-called, and with the attention of PyTorch none is. Of torchvision the operators are declared, which its build for a CPU
-of another index would bring; nothing here works on pictures.
+called, and with the attention of PyTorch none is. So is `soundfile`, which the HTTP server imports for transcriptions.
+Of torchvision the operators are declared, which its build for a CPU of another index would bring; nothing here works on
+pictures.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ _declared: list[Any] = []
 
 class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if name == "sgl_kernel" or name.startswith("sgl_kernel."):
+        if name in ("sgl_kernel", "soundfile") or name.startswith("sgl_kernel."):
             return importlib.machinery.ModuleSpec(name, _Loader(), origin=__file__, is_package=True)
         if name == "torchvision" and not _declared:
             _declare_operators_of_torchvision()
