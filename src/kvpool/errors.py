@@ -4,6 +4,7 @@
     ├── ArgumentError (ValueError)      a value that is invalid in every state of the pool
     ├── ArgumentTypeError (TypeError)   a value of the wrong type
     ├── OutOfBlocks                     not enough blocks are free or can be made free
+    │   └── OutOfQuota                  a model of a shared space may have no more of it
     ├── OutOfMemory (MemoryError)       an arena does not fit the machine or its cgroup
     ├── StaleAddress                    the block behind the address was freed or moved
     ├── StateError                      the block or the pool is in a state that forbids the call
@@ -49,6 +50,7 @@ __all__ = [
     "NotOwner",
     "OutOfBlocks",
     "OutOfMemory",
+    "OutOfQuota",
     "PeerLost",
     "ProtocolError",
     "RouteFailed",
@@ -144,6 +146,17 @@ class OutOfBlocks(Error):
     active: int
     pinned: int
     capacity: int
+
+
+class OutOfQuota(OutOfBlocks):
+    """A model may have no more of a space that it shares: its limit is reached, or the rest is active or reserved.
+
+    Counts are units of the space.
+    """
+
+    model: str
+    limit: int
+    reserve: int
 
 
 class OutOfMemory(Error, MemoryError):

@@ -62,6 +62,7 @@ PUBLIC = [
     "NotOwner",
     "OutOfBlocks",
     "OutOfMemory",
+    "OutOfQuota",
     "ParallelConfig",
     "PeerCallback",
     "PeerEvent",

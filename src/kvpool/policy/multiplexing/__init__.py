@@ -1,0 +1,69 @@
+"""Many models on the same GPUs and in one space of memory (MuxServe): quotas, a scheduler, and placement.
+
+    hbm = multiplexing.Tier(capacity, {"a": multiplexing.QuotaRule(reserve=1000), "b": multiplexing.QuotaRule()})
+    quotas = multiplexing.first_quotas(hbm.capacity, hbm.rules, {"a": multiplexing.demand(2.0, 500, 8), "b": 9000.0})
+    room = multiplexing.reclaim(hbm, "a", units=64)         # free units and evictions, or OutOfQuota
+
+    QuotaRule, Use, Tier        reserve, limit and weight; what a model occupies; all models of one medium
+    demand, targets             units that a model needs, and weighted water-filling within reserves and limits
+    admit, reclaim              whether a model may grow, and whose historical units make room
+    Quotas, first_quotas, adapt quotas that follow moving averages of use and backlog
+    fairness                    eq. 2, over backlogged models
+    ADBS, FCFS, RoundRobin      step(state) -> [Job(model, phase, requests, share)]
+    State, ModelQueues, Waiting what they see; `started` is the state after a step
+    preemption                  whose request an engine should stop when nothing can go on
+
+Everything here is pure: data in, plans out. docs/internals/multiplexing.md says where the paper is mended.
+"""
+
+from kvpool.policy.multiplexing.adapting import (
+    EPSILON,
+    Adaptation,
+    Fairness,
+    Quotas,
+    Seen,
+    Trend,
+    adapt,
+    demand,
+    fairness,
+    first_quotas,
+)
+from kvpool.policy.multiplexing.adbs import ADBS, preemption
+from kvpool.policy.multiplexing.admission import Eviction, Room, admit, reclaim
+from kvpool.policy.multiplexing.baselines import FCFS, RoundRobin
+from kvpool.policy.multiplexing.filling import level_fill, targets
+from kvpool.policy.multiplexing.jobs import Job, ModelQueues, Phase, State, Turns, Waiting, started
+from kvpool.policy.multiplexing.tier import QuotaRule, Tier, Use
+
+__all__ = [
+    "ADBS",
+    "EPSILON",
+    "FCFS",
+    "Adaptation",
+    "Eviction",
+    "Fairness",
+    "Job",
+    "ModelQueues",
+    "Phase",
+    "QuotaRule",
+    "Quotas",
+    "Room",
+    "RoundRobin",
+    "Seen",
+    "State",
+    "Tier",
+    "Trend",
+    "Turns",
+    "Use",
+    "Waiting",
+    "adapt",
+    "admit",
+    "demand",
+    "fairness",
+    "first_quotas",
+    "level_fill",
+    "preemption",
+    "reclaim",
+    "started",
+    "targets",
+]

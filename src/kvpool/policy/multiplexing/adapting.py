@@ -1,0 +1,235 @@
+"""Quotas that follow what models need: demands, moving averages, hysteresis, and fairness (MuxServe §3.3, eq. 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from kvpool.errors import ArgumentError
+from kvpool.policy.multiplexing.filling import targets
+from kvpool.policy.multiplexing.tier import QuotaRule, Use, known, number_above_0
+
+__all__ = [
+    "EPSILON",
+    "Adaptation",
+    "Fairness",
+    "Quotas",
+    "Seen",
+    "Trend",
+    "adapt",
+    "demand",
+    "fairness",
+    "first_quotas",
+]
+
+EPSILON: Final = 0.1  # of eq. 2
+
+
+def demand(rate: float, tokens: float, units_per_token: float, seconds: float = 1.0) -> float:
+    """Units that a model's requests need at a time.
+
+    Args:
+        rate: Requests a second; 0 for an idle model.
+        tokens: Of a request, prompt and output, on average.
+        units_per_token: Of the model's layout.
+        seconds: How long a request keeps its blocks. Left at 1, demands of models whose requests take equally long are
+            still in proportion, which is all that `targets` needs where memory is scarce.
+
+    Raises:
+        ArgumentError: A value is negative, not finite, or 0 where it cannot be.
+        ArgumentTypeError: One is no number.
+    """
+    return (
+        number_above_0(rate, "rate", zero=True)
+        * number_above_0(tokens, "tokens")
+        * number_above_0(units_per_token, "units_per_token")
+        * number_above_0(seconds, "seconds")
+    )
+
+
+class Trend(NamedTuple):
+    """Moving averages of a model, in units.
+
+    Attributes:
+        use: Active units.
+        backlog: Units that waiting requests ask for.
+    """
+
+    use: float
+    backlog: float
+
+
+class Seen(NamedTuple):
+    """What was observed of a model.
+
+    Attributes:
+        active: Units that are active now.
+        backlog: Units that its waiting requests ask for.
+    """
+
+    active: int
+    backlog: int = 0
+
+
+@dataclass(frozen=True)
+class Adaptation:
+    """How quotas adapt.
+
+    Attributes:
+        half_life_s: After so many seconds, what was seen counts half.
+        band: Quotas stay while none would change by more than this part of the capacity.
+    """
+
+    half_life_s: float = 10.0
+    band: float = 0.02
+
+    def __post_init__(self) -> None:
+        number_above_0(self.half_life_s, "half_life_s")
+        if number_above_0(self.band, "band", zero=True) >= 1:
+            raise ArgumentError(f"band is {self.band}: a part of the capacity is below 1")
+
+
+@dataclass(frozen=True)
+class Quotas:
+    """The quotas of one tier, and what they were made from. Immutable: `adapt` makes the next.
+
+    Invariants:
+      Q1. The quotas sum up to min(capacity, sum of limits) exactly. They change all together or not at all, so that
+          no rounding adds up over time.
+      Q2. Each quota lies within [reserve, limit] of the rules it was made with.
+
+    Attributes:
+        units: By name of model.
+        capacity: Of the tier.
+        rules: Of the tier.
+        trends: By name of model.
+    """
+
+    units: Mapping[str, int]
+    capacity: int
+    rules: Mapping[str, QuotaRule]
+    trends: Mapping[str, Trend] = field(default_factory=dict)
+
+
+def first_quotas(capacity: int, rules: Mapping[str, QuotaRule], demands: Mapping[str, float]) -> Quotas:
+    """Quotas before anything was observed, from demands by rate.
+
+    Raises:
+        ArgumentError: All demands are 0, so that they say nothing; or as `targets`.
+        ArgumentTypeError: As `targets`.
+    """
+    units = targets(capacity, rules, demands)
+    if not any(demands.values()):
+        raise ArgumentError("all rates are 0: demands that say nothing of any model")
+    return Quotas(units, capacity, rules, {model: Trend(demands.get(model, 0.0), 0.0) for model in rules})
+
+
+def adapt(
+    last: Quotas,
+    capacity: int,
+    rules: Mapping[str, QuotaRule],
+    seen: Mapping[str, Seen],
+    elapsed_s: float,
+    settings: Adaptation | None = None,
+) -> Quotas:
+    """The quotas after a period: units go from models that use little to those that need more (§3.3).
+
+    A model needs the moving average of its active units and of its backlog. A new model is taken as it is seen. If
+    nobody needs anything the quotas stay. Rules that have changed take effect at once, whatever the hysteresis says: a
+    limit that is raised again must let its model grow.
+
+    Args:
+        last: Of the period before.
+        capacity: Of the tier now.
+        rules: Of the tier now.
+        seen: By name of model; one that is not named was idle.
+        elapsed_s: Seconds since the period before.
+        settings: Half-life and hysteresis.
+
+    Raises:
+        ArgumentError: A model is unknown, or a value negative or not finite.
+        ArgumentTypeError: A value has the wrong type.
+    """
+    settings = settings or Adaptation()
+    number_above_0(elapsed_s, "elapsed_s", zero=True)
+    for model, values in seen.items():
+        known(model, rules)
+        for value in values:
+            number_above_0(value, f"what was seen of {model!r}", zero=True)
+    kept = 0.5 ** (elapsed_s / settings.half_life_s)
+    trends = {model: _trend(last.trends.get(model), seen.get(model, _IDLE), kept) for model in rules}
+    same = capacity == last.capacity and rules == last.rules
+    needs = {model: trend.use + trend.backlog for model, trend in trends.items()}
+    if same and not any(needs.values()):
+        return Quotas(last.units, capacity, rules, trends)
+    fresh = targets(capacity, rules, needs)
+    if same and max(abs(fresh[model] - last.units[model]) for model in rules) <= settings.band * capacity:
+        return Quotas(last.units, capacity, rules, trends)
+    return Quotas(fresh, capacity, rules, trends)
+
+
+_IDLE: Final = Seen(0, 0)
+
+
+def _trend(before: Trend | None, seen: Seen, kept: float) -> Trend:
+    if before is None:
+        return Trend(float(seen.active), float(seen.backlog))
+    return Trend(
+        kept * before.use + (1 - kept) * seen.active,
+        kept * before.backlog + (1 - kept) * seen.backlog,
+    )
+
+
+class Fairness(NamedTuple):
+    """How evenly memory is shared, by eq. 2.
+
+    Attributes:
+        spread: The largest difference of R between two backlogged models; 0 with fewer than two.
+        fair: Whether it is at most epsilon.
+        least: The backlogged model with the smallest R, "" without one.
+        most: The one with the largest.
+    """
+
+    spread: float
+    fair: bool
+    least: str
+    most: str
+
+
+def fairness(
+    uses: Mapping[str, Use],
+    demands: Mapping[str, float],
+    backlogged: frozenset[str] | set[str],
+    weights: Mapping[str, float] | None = None,
+    epsilon: float = EPSILON,
+) -> Fairness:
+    """Eq. 2 over models that have requests waiting for memory: |R_i - R_j| <= epsilon.
+
+    R is use / (weight * demand), active units only: normalised by rate and by the size of a token, as §3.3 says. The
+    paper compares all models; but one that is idle uses nothing because it needs nothing, and would make every sharing
+    look unfair.
+
+    Args:
+        uses: By name of model.
+        demands: By name of model, from `demand`.
+        backlogged: Models with requests that wait.
+        weights: By name of model; 1 for one that is not named.
+        epsilon: The largest difference that counts as fair.
+
+    Raises:
+        ArgumentError: A backlogged model has no use or no demand above 0, or epsilon is not above 0.
+        ArgumentTypeError: A demand or epsilon is no number.
+    """
+    number_above_0(epsilon, "epsilon")
+    shares = {}
+    for model in sorted(backlogged):
+        use = uses[known(model, uses)]
+        needed = number_above_0(demands[known(model, demands)], f"the demand of {model!r}")
+        shares[model] = use.active / (needed * (weights or {}).get(model, 1.0))
+    if len(shares) < 2:
+        only = next(iter(shares), "")
+        return Fairness(0.0, True, only, only)
+    least, most = min(shares, key=shares.__getitem__), max(shares, key=shares.__getitem__)
+    spread = shares[most] - shares[least]
+    return Fairness(spread, spread <= epsilon, least, most)

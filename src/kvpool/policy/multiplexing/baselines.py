@@ -1,0 +1,57 @@
+"""The schedulers that MuxServe compares ADBS with (§4.4, Fig 10). Neither knows quotas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from kvpool.policy.multiplexing.jobs import Job, ModelQueues, Phase, State
+from kvpool.policy.multiplexing.resources import Resources, in_turn
+
+__all__ = ["FCFS", "RoundRobin"]
+
+_PHASES: Final[tuple[Phase, ...]] = ("prefill", "decode")
+
+
+@dataclass(frozen=True)
+class FCFS:
+    """First come, first served: temporal multiplexing. One job at a time, with all compute.
+
+    The request that came first decides whose step is next, and the requests of its model that wait for the same phase
+    go with it. A prompt that waits for memory lets the next request decide: memory comes from requests that end.
+    """
+
+    def step(self, state: State) -> list[Job]:
+        """At most one job; as `ADBS.step`."""
+        if state.running:
+            return []
+        resources = Resources(state, quotas=False)
+        queues: list[tuple[float, int, ModelQueues, Phase]] = []
+        for at, model in enumerate(state.models):
+            for phase in _PHASES:
+                if model.queue(phase):
+                    queues.append((min(each.arrived for each in model.queue(phase)), at, model, phase))
+        for _, _, model, phase in sorted(queues, key=lambda queue: queue[:2]):
+            if resources.start(model, phase, share=1.0) == "started":
+                break
+        return resources.jobs
+
+
+@dataclass(frozen=True)
+class RoundRobin:
+    """Models in turn, each with one job: its prefill if one waits and has memory, otherwise its decode.
+
+    Jobs run beside each other with the shares of the placement. Whose turn it is waits for compute, and so do those
+    behind it.
+    """
+
+    def step(self, state: State) -> list[Job]:
+        """The jobs of the models whose turn it is; as `ADBS.step`."""
+        resources = Resources(state, quotas=False)
+        for model in in_turn(state.models, state.turns.last):
+            verdict = resources.start(model, "prefill")
+            if verdict in ("empty", "memory", "quota"):
+                verdict = resources.start(model, "decode")
+            if verdict == "compute":
+                break
+        return resources.jobs

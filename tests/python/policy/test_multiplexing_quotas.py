@@ -1,0 +1,358 @@
+"""Quotas of many models in one space: water-filling against unit by unit, and long random churn against the proof."""
+
+from __future__ import annotations
+
+from math import inf, nan
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpool import ArgumentError, ArgumentTypeError, OutOfBlocks, OutOfQuota
+from kvpool.policy import multiplexing as mux
+from kvpool.policy.multiplexing import QuotaRule, Seen, Tier, Use
+
+
+@st.composite
+def fillings(draw):
+    """total, slopes, lows, highs, as level_fill requires them."""
+    many = draw(st.integers(1, 5))
+    slopes = [draw(st.sampled_from([0.25, 1.0, 1.5, 3.0, 40.0])) for _ in range(many)]
+    lows = [draw(st.integers(0, 9)) for _ in range(many)]
+    highs = [low + draw(st.integers(0, 30)) for low in lows]
+    return sum(lows) + draw(st.integers(0, 80)), slopes, lows, highs
+
+
+def unit_by_unit(total, slopes, lows, highs):
+    """The oracle: each unit to the model that then has the least for its slope."""
+    found = list(lows)
+    for _ in range(total - sum(lows)):
+        open_ = [at for at in range(len(found)) if found[at] < highs[at]]
+        if not open_:
+            break
+        found[min(open_, key=lambda at: ((found[at] + 1) / slopes[at], at))] += 1
+    return found
+
+
+@settings(max_examples=200)
+@given(fillings())
+def test_water_filling_is_what_handing_out_unit_by_unit_gives(filling):
+    found, oracle = mux.level_fill(*filling), unit_by_unit(*filling)
+    _, slopes, lows, highs = filling
+    assert sum(found) == sum(oracle)
+    assert all(low <= units <= high for low, units, high in zip(lows, found, highs, strict=True))
+    for i, more in enumerate(found):
+        for j, less in enumerate(found):
+            if more < highs[i] and less > lows[j]:
+                assert (more + 1) / slopes[i] >= less / slopes[j] * (1 - 1e-9)
+    assert sorted(found[at] / slopes[at] for at in range(len(found))) == pytest.approx(
+        sorted(oracle[at] / slopes[at] for at in range(len(found))), abs=1 / min(slopes)
+    )
+
+
+def every_division(total, lows, highs):
+    if not lows:
+        yield []
+        return
+    for units in range(lows[0], min(highs[0], total) + 1):
+        for rest in every_division(total - units, lows[1:], highs[1:]):
+            yield [units, *rest]
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 12), st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6)), min_size=1, max_size=3))
+def test_no_division_gives_the_poorest_model_more(more, marks):
+    """Brute force over all integer divisions, equal slopes: the sorted units are the largest there are."""
+    lows = [low for low, _ in marks]
+    highs = [low + room for low, room in marks]
+    total = min(sum(lows) + more, sum(highs))
+    found = mux.level_fill(total, [1.0] * len(lows), lows, highs)
+    best = max(sorted(each) for each in every_division(total, lows, highs) if sum(each) == total)
+    assert sorted(found) == best
+
+
+RULES = st.dictionaries(
+    st.sampled_from("abcdef"),
+    st.builds(
+        lambda reserve, room, weight: QuotaRule(reserve, None if room is None else reserve + room, weight),
+        st.integers(0, 20),
+        st.none() | st.integers(1, 60),
+        st.sampled_from([0.1, 1.0, 7.0]),
+    ),
+    min_size=1,
+)
+DEMANDS = st.dictionaries(st.sampled_from("abcdef"), st.floats(0, 1e12), max_size=6)
+
+
+@settings(max_examples=150)
+@given(RULES, DEMANDS, st.integers(120, 300))
+def test_targets_use_the_capacity_within_reserves_and_limits(rules, demands, capacity):
+    demands = {model: demand for model, demand in demands.items() if model in rules}
+    found = mux.targets(capacity, rules, demands)
+    assert list(found) == list(rules)
+    assert sum(found.values()) == min(capacity, sum(rule.limit_of(capacity) for rule in rules.values()))
+    assert all(rules[model].reserve <= units <= rules[model].limit_of(capacity) for model, units in found.items())
+
+
+def test_scarce_memory_is_shared_by_weight_and_demand_and_the_rest_by_weight():
+    rules = {"a": QuotaRule(), "b": QuotaRule(), "c": QuotaRule(weight=2.0), "idle": QuotaRule(reserve=50)}
+    found = mux.targets(450, rules, {"a": 200.0, "b": 800.0, "c": 500.0})
+    assert found == {"a": 40, "b": 160, "c": 200, "idle": 50}  # a level of 1/5 of weight times demand
+    plenty = mux.targets(5000, {"a": QuotaRule(), "b": QuotaRule(weight=3.0)}, {"a": 1000.0, "b": 0.0})
+    assert plenty == {"a": 2000, "b": 3000}
+
+
+def test_a_demand_is_rate_times_tokens_times_units():
+    assert mux.demand(2.0, 499, 8) == 2.0 * 499 * 8
+    assert mux.demand(0, 499, 8) == 0.0
+    assert mux.demand(2.0, 499, 0.5, seconds=30) == 2.0 * 499 * 0.5 * 30
+
+
+# ---- churn
+
+
+def grown(tier, model, units, dram=None):
+    """Carries out what reclaim says, checking each promise; OutOfQuota changes nothing."""
+    room = mux.reclaim(tier, model, units, dram)
+    uses = dict(tier.uses)
+    for eviction in room.evictions:
+        before = uses[eviction.model]
+        after = Use(before.active, before.historical - eviction.units)
+        assert 0 <= eviction.swapped <= eviction.units <= before.historical
+        if eviction.model != model:
+            assert sum(after) >= tier.rules[eviction.model].reserve
+        uses[eviction.model] = after
+    assert room.free <= max(0, tier.free)
+    assert room.free + sum(each.units for each in room.evictions) >= units
+    uses[model] = Use(uses[model].active + units, uses[model].historical)
+    after = Tier(tier.capacity, tier.rules, uses, tier.quotas)
+    assert sum(uses[model]) <= max(tier.rules[model].limit_of(tier.capacity), uses[model].active)
+    return after
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 2**32))
+def test_long_churn_never_breaks_the_invariant_and_a_reserve_is_always_to_be_had(seed):
+    dice = Random(seed)
+    models = "abcd"
+    rules = {model: QuotaRule(dice.randrange(0, 50), dice.choice([None, 90, 150])) for model in models}
+    tier = Tier(200, rules)
+    quotas = mux.first_quotas(200, rules, dict.fromkeys(models, 60.0))
+    for step in range(120):
+        model = dice.choice(models)
+        use = tier.uses[model]
+        what = dice.randrange(5)
+        if what <= 1:
+            units = dice.randrange(1, 60)
+            active = use.active + units
+            others = sum(max(tier.uses[o].active, rules[o].reserve) for o in models if o != model)
+            if active > rules[model].limit_of(200) or others + max(active, rules[model].reserve) > 200:
+                with pytest.raises(OutOfQuota) as caught:
+                    grown(tier, model, units)
+                error = caught.value
+                assert (error.requested, error.model, error.free) == (units, model, tier.free)
+            else:
+                tier = grown(tier, model, units)
+        elif what == 2:
+            done = dice.randint(0, use.active)
+            tier = tier.with_use(model, Use(use.active - done, use.historical + done))
+        elif what == 3:
+            tier = tier.with_use(model, Use(use.active, dice.randint(0, use.historical)))
+        else:
+            seen = {name: Seen(tier.uses[name].active, dice.choice([0, 0, 80])) for name in models}
+            quotas = mux.adapt(quotas, 200, rules, seen, dice.choice([0.1, 5.0, 60.0]))
+            assert sum(quotas.units.values()) == min(200, sum(rule.limit_of(200) for rule in rules.values()))
+            tier = Tier(200, rules, tier.uses, quotas.units)
+        assert tier.committed <= 200
+        assert tier.free >= 0
+        if step % 10 == 0:
+            for name in models:
+                lacking = rules[name].reserve - tier.uses[name].active
+                if lacking > 0:
+                    grown(tier, name, lacking)
+
+
+def test_the_neighbour_furthest_beyond_its_quota_gives_first():
+    rules = dict.fromkeys("abcd", QuotaRule(reserve=5))
+    uses = {"a": Use(0, 0), "b": Use(0, 40), "c": Use(0, 30), "d": Use(10, 20)}
+    tier = Tier(100, rules, uses, {"a": 25, "b": 20, "c": 25, "d": 30})
+    assert mux.reclaim(tier, "a", 10).evictions == (mux.Eviction("b", 10, 0),)
+    assert mux.reclaim(tier, "a", 21).evictions == (mux.Eviction("b", 18, 0), mux.Eviction("c", 3, 0))
+    within = mux.reclaim(tier, "a", 28).evictions  # 20 and 5 beyond, then each gives one of what is within
+    assert {each.model: each.units for each in within} == {"b": 21, "c": 6, "d": 1}
+
+
+def test_free_units_come_first_and_own_cache_before_neighbours_within_their_quota():
+    rules = dict.fromkeys("ab", QuotaRule())
+    tier = Tier(100, rules, {"a": Use(10, 30), "b": Use(0, 50)}, {"a": 50, "b": 50})
+    assert mux.reclaim(tier, "a", 10) == (10, ())
+    assert mux.reclaim(tier, "a", 30) == (10, (mux.Eviction("a", 20, 0),))
+    assert mux.reclaim(tier, "a", 45) == (10, (mux.Eviction("a", 30, 0), mux.Eviction("b", 5, 0)))
+    assert mux.reclaim(tier, "a", 90) == (10, (mux.Eviction("a", 30, 0), mux.Eviction("b", 50, 0)))
+    with pytest.raises(OutOfQuota, match="10 active and 30 historical"):
+        mux.reclaim(tier, "a", 91)
+
+
+def test_a_reserve_is_never_evicted_by_a_neighbour():
+    rules = {"a": QuotaRule(), "b": QuotaRule(reserve=40)}
+    tier = Tier(100, rules, {"b": Use(10, 60)}, {"a": 100, "b": 0})
+    assert mux.reclaim(tier, "a", 60) == (30, (mux.Eviction("b", 30, 0),))
+    with pytest.raises(OutOfQuota):
+        mux.reclaim(tier, "a", 61)
+    full = grown(tier, "a", 60)
+    assert full.uses == {"a": Use(60, 0), "b": Use(10, 30)}
+    grown(full, "b", 30)  # its reserve, by its own cache
+
+
+def test_a_limit_counts_historical_units_and_own_cache_makes_room_below_it():
+    rules = {"a": QuotaRule(limit=50), "b": QuotaRule()}
+    tier = Tier(100, rules, {"a": Use(20, 30)})
+    assert mux.reclaim(tier, "a", 20) == (0, (mux.Eviction("a", 20, 0),))
+    with pytest.raises(OutOfQuota, match="limit of 50") as caught:
+        mux.admit(tier, "a", 31)
+    assert caught.value.limit == 50
+    assert isinstance(caught.value, OutOfBlocks)
+    lowered = tier.with_rule("a", QuotaRule(limit=30))
+    assert mux.reclaim(lowered, "a", 5) == (0, (mux.Eviction("a", 25, 0),))  # 20 beyond the new limit go as well
+
+
+def test_what_is_evicted_goes_to_dram_as_far_as_its_owners_quota_there_allows():
+    rules = {"a": QuotaRule(), "b": QuotaRule(), "c": QuotaRule()}
+    hbm = Tier(100, rules, {"b": Use(0, 60), "c": Use(0, 40)})
+    dram = Tier(50, rules, {"b": Use(0, 10)}, {"a": 0, "b": 25, "c": 20})
+    room = mux.reclaim(hbm, "a", 100, dram)
+    assert room.evictions == (mux.Eviction("b", 60, 15), mux.Eviction("c", 40, 20))
+    tight = Tier(20, rules, {"b": Use(0, 10)}, {"b": 15, "c": 20})
+    assert mux.reclaim(hbm, "a", 100, tight).evictions == (mux.Eviction("b", 60, 5), mux.Eviction("c", 40, 5))
+    assert mux.reclaim(hbm, "a", 1, Tier(50, {"a": QuotaRule()})).evictions == (mux.Eviction("b", 1, 0),)
+
+
+# ---- adaptation
+
+
+def test_quotas_follow_use_and_backlog_and_keep_still_for_little():
+    rules = {"a": QuotaRule(reserve=10), "b": QuotaRule()}
+    first = mux.first_quotas(1000, rules, {"a": 500.0, "b": 1500.0})
+    assert first.units == {"a": 250, "b": 750}
+    still = mux.adapt(first, 1000, rules, {"a": Seen(500), "b": Seen(1490)}, 10.0)
+    assert still.units is first.units
+    moved = mux.adapt(first, 1000, rules, {"a": Seen(200, 1300), "b": Seen(300)}, 10.0)  # half: 350 + 650, 900
+    assert moved.units == {"a": 526, "b": 474}
+    assert moved.trends["a"] == (350.0, 650.0)
+    idle = mux.adapt(moved, 1000, rules, {}, 1e9)
+    assert idle.units is moved.units
+
+
+def test_quotas_never_drift_however_often_they_change():
+    rules = {name: QuotaRule(reserve=3, limit=500) for name in "abcdefg"}
+    quotas = mux.first_quotas(997, rules, dict.fromkeys(rules, 1.0))
+    dice = Random(5)
+    for _ in range(400):
+        seen = {name: Seen(dice.randrange(300), dice.randrange(300)) for name in rules}
+        quotas = mux.adapt(quotas, 997, rules, seen, 1.0)
+        assert sum(quotas.units.values()) == 997
+
+
+def test_a_limit_that_is_raised_again_lets_its_model_grow_at_once():
+    wide, narrow = {"a": QuotaRule(), "b": QuotaRule()}, {"a": QuotaRule(limit=100), "b": QuotaRule()}
+    seen = {"a": Seen(100, 900), "b": Seen(100)}
+    quotas = mux.adapt(mux.first_quotas(1000, wide, {"a": 1000.0, "b": 100.0}), 1000, wide, seen, 1.0)
+    before = quotas.units["a"]
+    quotas = mux.adapt(quotas, 1000, narrow, seen, 0.0)
+    assert quotas.units["a"] == 100
+    coarse = mux.Adaptation(band=0.99)  # that would hold everything
+    assert mux.adapt(quotas, 1000, wide, seen, 0.0, coarse).units["a"] == before > 800
+
+
+def test_models_that_come_and_go_change_the_quotas_at_once():
+    rules = {"a": QuotaRule(), "b": QuotaRule()}
+    quotas = mux.first_quotas(100, rules, {"a": 100.0, "b": 100.0})
+    alone = mux.adapt(quotas, 100, {"a": QuotaRule()}, {"a": Seen(50)}, 0.0)
+    assert alone.units == {"a": 100}
+    back = mux.adapt(alone, 100, rules, {"a": Seen(100), "b": Seen(0, 100)}, 0.0)
+    assert back.units == {"a": 50, "b": 50}
+
+
+# ---- fairness
+
+
+def test_fairness_looks_at_models_that_wait_only():
+    uses = {"a": Use(50), "b": Use(52), "idle": Use(0, 400)}
+    demands = {"a": 100.0, "b": 100.0, "idle": 100.0}
+    assert mux.fairness(uses, demands, {"a", "b"}) == (pytest.approx(0.02), True, "a", "b")
+    assert mux.fairness(uses, demands, {"a", "b", "idle"}) == (pytest.approx(0.52), False, "idle", "b")
+    assert mux.fairness(uses, demands, {"a"}) == (0.0, True, "a", "a")
+    assert mux.fairness(uses, demands, set()) == (0.0, True, "", "")
+    assert mux.fairness(uses, demands, {"a", "b"}, weights={"b": 2.0}) == (pytest.approx(0.24), False, "b", "a")
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(st.integers(200, 5000), st.sampled_from([0.5, 1.0, 4.0])), min_size=2, max_size=6))
+def test_models_that_use_scarce_quotas_fully_are_fair(entries):
+    rules = {str(at): QuotaRule(weight=weight) for at, (_, weight) in enumerate(entries)}
+    demands = {str(at): float(needed) for at, (needed, _) in enumerate(entries)}
+    found = mux.targets(100, rules, demands)
+    uses = {model: Use(units) for model, units in found.items()}
+    weights = {model: rule.weight for model, rule in rules.items()}
+    assert mux.fairness(uses, demands, set(rules), weights).fair
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize("weight", [0, 0.0, -1.0, nan, inf])
+def test_a_weight_is_a_finite_number_above_0(weight):
+    with pytest.raises(ArgumentError, match="weight"):
+        QuotaRule(weight=weight)
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: QuotaRule(reserve=10, limit=9), "reserve 10 is above limit 9"),
+        (lambda: QuotaRule(reserve=-1), "reserve is -1"),
+        (lambda: Tier(10, {"a": QuotaRule(6), "b": QuotaRule(5)}), "reserves are 11"),
+        (lambda: Tier(0, {}), "capacity"),
+        (lambda: Tier(10, {}, {"a": Use(1)}), "'a'"),
+        (lambda: Tier(10, {"a": QuotaRule()}, {"a": Use(-1)}), "active"),
+        (lambda: Tier(10, {"a": QuotaRule()}, quotas={"b": 1}), "'b'"),
+        (lambda: mux.admit(Tier(10, {"a": QuotaRule()}), "b", 1), "'b'"),
+        (lambda: mux.reclaim(Tier(10, {"a": QuotaRule()}), "a", -1), "units is -1"),
+        (lambda: mux.targets(10, {"a": QuotaRule()}, {"b": 1.0}), "'b'"),
+        (lambda: mux.targets(10, {"a": QuotaRule()}, {"a": nan}), "demand"),
+        (lambda: mux.first_quotas(10, {"a": QuotaRule()}, {"a": 0.0}), "rates are 0"),
+        (lambda: mux.demand(nan, 1, 1), "rate"),
+        (lambda: mux.demand(1, 0, 1), "tokens"),
+        (lambda: mux.Adaptation(half_life_s=0), "half_life_s"),
+        (lambda: mux.Adaptation(band=1.0), "band"),
+        (lambda: mux.fairness({"a": Use()}, {"a": 0.0}, {"a"}), "demand"),
+        (lambda: mux.fairness({"a": Use()}, {"a": 1.0}, {"b"}), "'b'"),
+        (lambda: mux.fairness({}, {}, set(), epsilon=0), "epsilon"),
+        (lambda: Tier(10, {"a": QuotaRule()}).without("b"), "'b'"),
+        (lambda: Tier(10, {"a": QuotaRule(5)}).with_rule("b", QuotaRule(6)), "exceeds the capacity"),
+    ],
+)
+def test_bad_values_are_refused(make, match):
+    with pytest.raises(ArgumentError, match=match):
+        make()
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: QuotaRule(reserve=1.5), lambda: QuotaRule(weight="1"), lambda: QuotaRule(limit=True)]
+)
+def test_wrong_types_are_refused(make):
+    with pytest.raises(ArgumentTypeError):
+        make()
+
+
+def test_a_reserve_that_does_not_fit_beside_what_runs_is_refused_until_it_ends():
+    tier = Tier(100, {"a": QuotaRule()}, {"a": Use(70, 30)})
+    with pytest.raises(OutOfQuota):
+        tier.with_rule("b", QuotaRule(reserve=31))
+    assert tier.rules == {"a": QuotaRule()}
+    loaded = tier.with_rule("b", QuotaRule(reserve=30))
+    assert mux.reclaim(loaded, "b", 30).evictions == (mux.Eviction("a", 30, 0),)
+    assert loaded.without("a").free == 100
+    with pytest.raises(OutOfQuota):
+        mux.admit(loaded, "a", 1)
