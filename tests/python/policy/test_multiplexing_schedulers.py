@@ -1,0 +1,332 @@
+"""ADBS, FCFS and round robin: each trap by an example, and made-up runs in which everything has its turn."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import nan
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpool import ArgumentError, ArgumentTypeError
+from kvpool.policy import multiplexing as mux
+from kvpool.policy.multiplexing import Job, ModelQueues, State, Turns, Waiting
+
+PLAIN = mux.ADBS(stretch=False)
+
+
+def queue(*units, name="r"):
+    return tuple(Waiting(f"{name}{at}", each, float(at)) for at, each in enumerate(units))
+
+
+def model(name, prefill=(), decode=(), **more):
+    more = {"quota": 1000, "prefill_share": 0.6, "decode_share": 0.2} | more
+    return ModelQueues(name, queue(*prefill, name=f"{name}p"), queue(*decode, name=f"{name}d"), **more)
+
+
+def names(jobs):
+    return [(job.model, job.phase) for job in jobs]
+
+
+def test_prefill_comes_first_and_decode_fills_what_is_left():
+    state = State([model("a", [10], [0]), model("b", [10], [0]), model("c", [], [0, 0])], 1000)
+    jobs = PLAIN.step(state)
+    assert jobs == [
+        Job("a", "prefill", ("ap0",), 0.6),
+        Job("a", "decode", ("ad0",), 0.2),
+        Job("b", "decode", ("bd0",), pytest.approx(0.2)),
+    ]
+    after = mux.started(state, jobs)
+    assert PLAIN.step(after) == []  # one prefill at a time, and no compute for another decode
+    assert after.available == 990
+    assert after.models[0].used == 10
+    ended = replace(after, running=())
+    assert names(PLAIN.step(ended)) == [("c", "decode"), ("b", "prefill")]  # in turn, what has waited longest first
+
+
+def test_an_empty_prefill_queue_holds_nothing_back():
+    state = State([model("a"), model("b", [], [0]), model("c", [5])], 1000)
+    assert names(PLAIN.step(state)) == [("c", "prefill"), ("b", "decode")]
+    assert names(PLAIN.step(State([model("a"), model("b", [], [0])], 1000))) == [("b", "decode")]
+
+
+def test_a_decode_that_does_not_fit_does_not_end_the_round():
+    state = State([model("a", [], [0], decode_share=0.9), model("b", [], [5, 0]), model("c", [], [0])], 0)
+    running = (Job("z", "decode", (), 0.5),)
+    state = replace(state, models=[*state.models, model("z")], running=running)
+    assert PLAIN.step(state) == [Job("b", "decode", ("bd1",), 0.2), Job("c", "decode", ("cd0",), 0.2)]
+
+
+@pytest.mark.parametrize("more", [{}, {"quota": 5, "used": 1}])
+def test_a_prefill_that_waits_for_memory_holds_no_decode_back(more):
+    state = State([model("a", [500], [0], **more), model("b", [], [0])], 100)
+    assert names(PLAIN.step(state)) == [("a", "decode"), ("b", "decode")]
+
+
+def test_a_prefill_that_waits_for_compute_holds_decode_back():
+    running = (Job("b", "decode", (), 0.5),)
+    state = State([model("a", [5], [0]), model("b", [], [0]), model("c", [], [0])], 100, running)
+    assert PLAIN.step(state) == []
+    assert names(PLAIN.step(replace(state, running=()))) == [("a", "prefill"), ("a", "decode"), ("b", "decode")]
+
+
+def test_prompts_of_a_model_do_not_overtake_each_other_and_others_go_first_for_a_round():
+    state = State([model("a", [500, 1]), model("b", [5], [0]), model("c", [6])], 100, turns=Turns(prefill="c"))
+    jobs = PLAIN.step(state)
+    assert names(jobs) == [("b", "prefill"), ("b", "decode")]
+    state = mux.started(state, jobs)
+    assert state.turns.passed["a", "prefill"] == 1
+    state = replace(state, models=[model("a", [500, 1]), model("b", [5], [0]), model("c", [6])], running=())
+    waits = replace(state, turns=Turns("b", "b", "b", {("a", "prefill"): 3}))  # a round: three queues
+    assert names(PLAIN.step(waits)) == [("b", "decode")]
+    assert names(PLAIN.step(replace(waits, available=500)))[0] == ("a", "prefill")
+    nothing_runs = replace(waits, models=[waits.models[0], model("b", [5]), model("c", [6])])
+    assert names(PLAIN.step(nothing_runs)) == [("c", "prefill")]  # nothing would ever free its memory
+
+
+def test_a_quota_holds_prompts_back_but_not_what_already_runs():
+    full = {"quota": 50, "used": 50}
+    assert names(PLAIN.step(State([model("a", [5], [0], **full)], 100))) == [("a", "decode")]
+    (job,) = PLAIN.step(State([model("a", [5], [3, 3, 0], **full)], 100))
+    assert job.requests == ("ad2",)
+    (job,) = PLAIN.step(State([model("a", [5], [3, 2], **full)], 100))  # none fits: the oldest, or it stands for ever
+    assert job.requests == ("ad0",)
+    assert PLAIN.step(State([model("a", [], [3], **full)], 2)) == []
+    assert names(PLAIN.step(State([model("a", [80], quota=50)], 100))) == [("a", "prefill")]  # alone, beyond its quota
+    assert PLAIN.step(State([model("a", [80], quota=50, used=1)], 100)) == []
+
+
+def test_a_reserve_is_used_before_what_all_can_have():
+    state = State([model("a", [60], reserved=50), model("b", [15])], 20)
+    jobs = PLAIN.step(state)
+    assert names(jobs) == [("a", "prefill")]
+    after = mux.started(state, jobs)
+    assert (after.available, after.models[0].reserved, after.models[0].used) == (10, 0, 60)
+    assert PLAIN.step(replace(after, running=())) == []  # b's 15 do not fit into the 10 that are left
+
+
+def test_compute_that_nobody_waits_for_is_divided():
+    alone = mux.ADBS().step(State([model("a", [], [0])], 10))
+    assert alone == [Job("a", "decode", ("ad0",), 1.0)]
+    both = mux.ADBS().step(State([model("a", [1], [0])], 10))
+    assert [job.share for job in both] == pytest.approx([0.75, 0.25])
+    waiting = mux.ADBS().step(State([model("a", [1], [0]), model("b", [], [0], decode_share=0.5)], 10))
+    assert [job.share for job in waiting] == pytest.approx([0.6, 0.2])  # b takes what is left when it suffices
+
+
+def test_batches_are_limited():
+    many = model("a", [1] * 30, [0] * 30, prefill_batch=4, decode_batch=7)
+    assert [len(job.requests) for job in PLAIN.step(State([many], 100))] == [4, 7]
+
+
+def test_advice_to_preempt_only_when_nothing_can_go_on():
+    stuck = State([model("a", [], [5, 5], quota=10, used=40), model("b", [9], [3], quota=50, used=45)], 2)
+    assert mux.preemption(stuck) == Job("a", "decode", ("ad1",), 0.2)
+    assert mux.preemption(replace(stuck, available=3)) is None
+    assert mux.preemption(replace(stuck, running=(Job("a", "decode", (), 0.1),))) is None
+    assert mux.preemption(State([model("a")], 0)) is None
+
+
+def test_fcfs_runs_one_job_at_a_time_in_order_of_arrival():
+    first = ModelQueues("a", (Waiting(1, 5, 2.0),), (Waiting(2, 0, 9.0),))
+    second = ModelQueues("b", (), (Waiting(3, 0, 3.0), Waiting(4, 0, 1.0)))
+    state = State([first, second], 100)
+    assert mux.FCFS().step(state) == [Job("b", "decode", (3, 4), 1.0)]
+    assert mux.FCFS().step(mux.started(state, mux.FCFS().step(state))) == []
+    assert mux.FCFS().step(State([first], 100)) == [Job("a", "prefill", (1,), 1.0)]
+    assert mux.FCFS().step(State([first], 4)) == [Job("a", "decode", (2,), 1.0)]  # memory comes from what ends
+
+
+def test_round_robin_gives_each_model_one_job_and_waits_for_whose_turn_it_is():
+    state = State([model("a", [5], [0]), model("b", [], [0]), model("c", [5], decode_share=0.1)], 100)
+    jobs = mux.RoundRobin().step(state)
+    assert names(jobs) == [("a", "prefill"), ("b", "decode")]  # c's prefill lacks compute
+    after = mux.started(state, jobs)
+    assert names(mux.RoundRobin().step(replace(after, running=()))) == [("c", "prefill"), ("a", "decode")]
+
+
+# ---- made-up runs
+
+
+class Engine:
+    """Runs what a scheduler says, on a clock of its jobs; requests grow, end and free their units."""
+
+    def __init__(self, seed, scheduler, models, capacity):
+        self.dice = Random(seed)
+        self.scheduler = scheduler
+        self.capacity = capacity
+        self.now = 0.0
+        self.ends = []  # (time, job)
+        self.held = {name: {} for name in models}  # active units by request
+        self.left = {}  # tokens that a request still makes
+        self.prefill = {name: [] for name in models}
+        self.decode = {name: [] for name in models}
+        self.shares = {name: (self.dice.choice([0.4, 0.7, 1.0]), self.dice.choice([0.1, 0.3, 0.5])) for name in models}
+        self.quota = capacity // len(models)
+        self.turns = Turns()
+        self.served = 0
+        self.log = []
+
+    def arrive(self, name, units, tokens):
+        request = (name, len(self.left))
+        self.left[request] = tokens
+        self.prefill[name].append(Waiting(request, units, self.now))
+
+    def state(self):
+        models = []
+        for name in self.held:
+            steps = [each._replace(units=int(self.left[each.request] % 4 == 0)) for each in self.decode[name]]
+            prefill_share, decode_share = self.shares[name]
+            used = sum(self.held[name].values())
+            models.append(
+                ModelQueues(name, tuple(self.prefill[name]), tuple(steps), self.quota, used, 0, prefill_share,
+                            decode_share, decode_batch=16)
+            )  # fmt: skip
+        free = self.capacity - sum(model.used for model in models)
+        return State(models, free, tuple(job for _, job in self.ends), self.turns)
+
+    def turn(self):
+        """One step, then the job that ends first; False if nothing runs and nothing starts."""
+        state = self.state()
+        jobs = self.scheduler.step(state)
+        check_jobs(state, jobs)
+        after = mux.started(state, jobs)
+        assert after.available >= 0
+        self.turns = after.turns
+        for job in jobs:
+            units = {
+                each.request: each.units for each in state.models[list(self.held).index(job.model)].queue(job.phase)
+            }
+            for request in job.requests:
+                self.held[job.model][request] = self.held[job.model].get(request, 0) + units[request]
+            waiting = self.prefill if job.phase == "prefill" else self.decode
+            waiting[job.model] = [each for each in waiting[job.model] if each.request not in job.requests]
+            seconds = self.dice.uniform(0.5, 1.5) * (3 if job.phase == "prefill" else 1) / job.share
+            self.ends.append((self.now + seconds, job))
+        self.log.append((state, jobs))
+        if not self.ends:
+            return self.preempt(state)
+        self.ends.sort(key=lambda end: end[0])
+        self.now, job = self.ends.pop(0)
+        for request in job.requests:
+            self.left[request] -= 1
+            if self.left[request] <= 0:
+                del self.held[job.model][request]
+                self.served += 1
+            else:
+                self.decode[job.model].append(Waiting(request, 0, self.now))
+        return True
+
+    def preempt(self, state):
+        """Does as it is advised when nothing can go on; False if there is no advice."""
+        advice = mux.preemption(state)
+        if advice is None:
+            return False
+        (request,) = advice.requests
+        units = self.held[advice.model].pop(request)
+        self.decode[advice.model] = [each for each in self.decode[advice.model] if each.request != request]
+        self.prefill[advice.model].insert(0, Waiting(request, units, self.now))
+        return True
+
+
+def check_jobs(state, jobs):
+    running = [(job.model, job.phase) for job in (*state.running, *jobs)]
+    assert len(set(running)) == len(running)
+    assert sum(job.share for job in (*state.running, *jobs)) <= 1 + 1e-6
+    assert all(job.requests and 0 < job.share <= 1 for job in jobs)
+
+
+SCHEDULERS = [mux.ADBS(), PLAIN, mux.FCFS(), mux.RoundRobin()]
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS, ids=["ADBS", "plain", "FCFS", "RoundRobin"])
+@settings(max_examples=8)
+@given(st.integers(0, 2**32))
+def test_every_request_ends_in_a_made_up_run(scheduler, seed):
+    engine = Engine(seed, scheduler, "abcd", 400)
+    dice = Random(seed)
+    for _ in range(60):
+        engine.arrive(dice.choice("aaabbcd"), dice.randint(1, 60), dice.randint(1, 8))
+        engine.turn()
+    for _ in range(3000):
+        if not engine.turn():
+            break
+    assert engine.served == 60
+
+
+@settings(max_examples=15)
+@given(st.integers(0, 2**32), st.sampled_from([True, False]))
+def test_no_queue_waits_for_more_than_two_rounds(seed, stretch):
+    """Every queue always has work and memory: the hardest case. A round is one job of each of the eight queues."""
+    engine = Engine(seed, mux.ADBS(stretch), "abcd", 10**6)
+    for _ in range(150):
+        for name in "abcd":
+            while len(engine.prefill[name]) < 2:
+                engine.arrive(name, 1, engine.dice.randint(1, 6))
+            if not engine.decode[name]:
+                engine.left[request := (name, len(engine.left))] = 10**6
+                engine.decode[name].append(Waiting(request, 0, engine.now))
+        assert engine.turn()
+        for (_, phase), jobs in engine.turns.passed.items():
+            assert jobs <= (2 * 8 if phase == "decode" else 2 * 4)
+
+
+@settings(max_examples=10)
+@given(st.integers(0, 2**32))
+def test_a_large_prompt_gets_its_memory_although_small_ones_keep_coming(seed):
+    engine = Engine(seed, mux.ADBS(), "abcd", 100)
+    engine.quota = 100
+    for name in "bcd":
+        for _ in range(8):
+            engine.arrive(name, 10, 6)
+    for _ in range(12):
+        engine.turn()
+    engine.arrive("a", 90, 2)
+    begun = 0
+    for _ in range(400):
+        for name in "bcd":
+            while len(engine.prefill[name]) < 4:
+                engine.arrive(name, 10, 6)
+        engine.turn()
+        begun += sum(job.phase == "prefill" and job.model != "a" for job in engine.log[-1][1])
+        if any(job == ("a", "prefill", job.requests, job.share) for job in engine.log[-1][1]):
+            break
+    else:
+        pytest.fail("it never ran")
+    assert begun <= 2 * 4
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize("share", [0, 0.0, -0.1, 1.01, nan])
+def test_a_share_is_above_0_and_at_most_1(share):
+    for make in (
+        lambda: model("a", prefill_share=share),
+        lambda: model("a", decode_share=share),
+        lambda: State([model("a")], 1, (Job("a", "decode", (), share),)),
+    ):
+        with pytest.raises(ArgumentError, match="share"):
+            make()
+    with pytest.raises(ArgumentTypeError):
+        model("a", decode_share="0.5")
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: State([model("a"), model("a")], 1), "same name"),
+        (lambda: State([model("a")], 1, (Job("b", "decode", (), 0.5),)), "'b'"),
+        (lambda: State([model("a")], -1), "available"),
+        (lambda: model("a", quota=-1), "quota"),
+        (lambda: model("a", [-1]), "units of a request"),
+        (lambda: model("a", decode_batch=0), "decode_batch"),
+        (lambda: mux.started(State([model("a", [1])], 1), [Job("b", "prefill", ("ap0",), 0.5)]), "'b'"),
+        (lambda: mux.started(State([model("a", [1])], 1), [Job("a", "prefill", ("x",), 0.5)]), "do not wait"),
+    ],
+)
+def test_bad_states_are_refused(make, match):
+    with pytest.raises(ArgumentError, match=match):
+        make()
