@@ -50,6 +50,7 @@ BENCHES = {
     "live-stop": "bench.mell.live_stop",
     "live": "bench.mell.live",
     "settle": "bench.lending.settlement",
+    "multiplexing": "bench.multiplexing.policies",
     "dist-contexts": "bench.distattention.contexts",
     "dist-serving": "bench.distattention.serving",
     "dist-migration": "bench.distattention.migration",

@@ -124,6 +124,12 @@ class Compiled:
         alone = sum(dot(self._each, work.monomials()) for work in works)
         return alone + dot(self._shared, together.monomials()) + self._products_s(together.new)
 
+    def equal_s(self, work: Work, prompts: int) -> float:
+        """As batch_s for equal prompts, without looking at each."""
+        together = Work(*(prompts * part for part in work))
+        alone = prompts * dot(self._each, work.monomials())
+        return alone + dot(self._shared, together.monomials()) + self._products_s(together.new)
+
     def many_s(self, tokens: int, blocks: int, cached: npt.NDArray[np.int64]) -> Floats:
         """time_s for one prompt and many cached lengths, each below `tokens`; float64."""
         at = self._all

@@ -136,6 +136,12 @@ class CostModel:
         works = [self._work(tokens, cached) for tokens, cached in prompts]
         return self._whole.batch_s(works) if works else 0.0
 
+    def equal_batch_s(self, prompts: int, tokens: int, cached: int = 0) -> float:
+        """batch_s of `prompts` equal prompts, in a time that does not grow with their number."""
+        if prompts < 1:
+            raise ArgumentError(f"a batch of {prompts} prompts")
+        return self._whole.equal_s(self._work(tokens, cached), prompts)
+
     def operators_s(self, tokens: int, cached: int = 0) -> dict[str, float]:
         """Seconds by operator, for all its runs in one forward pass; "communication" is the time of links."""
         work, layers = self._work(tokens, cached), self.model.layers

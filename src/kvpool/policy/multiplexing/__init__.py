@@ -12,6 +12,8 @@
     ADBS, FCFS, RoundRobin      step(state) -> [Job(model, phase, requests, share)]
     State, ModelQueues, Waiting what they see; `started` is the state after a step
     preemption                  whose request an engine should stop when nothing can go on
+    ServedModel, Machines       models with their workloads, and the GPUs; `place` and `candidates` are Alg. 1 and 2
+    CostTiming, FittedTiming    t(share, batch, length), from a cost model or from measurements
 
 Everything here is pure: data in, plans out. docs/internals/multiplexing.md says where the paper is mended.
 """
@@ -31,37 +33,69 @@ from kvpool.policy.multiplexing.adapting import (
 from kvpool.policy.multiplexing.adbs import ADBS, preemption
 from kvpool.policy.multiplexing.admission import Eviction, Room, admit, reclaim
 from kvpool.policy.multiplexing.baselines import FCFS, RoundRobin
+from kvpool.policy.multiplexing.estimate import (
+    BATCH_MAX,
+    SHARES,
+    Candidate,
+    Machines,
+    ServedModel,
+    Unit,
+    candidates,
+    estimate_unit,
+)
 from kvpool.policy.multiplexing.filling import level_fill, targets
 from kvpool.policy.multiplexing.jobs import Job, ModelQueues, Phase, State, Turns, Waiting, started
+from kvpool.policy.multiplexing.placement import Placed, PlacedUnit, Placement, exhaustive, mesh_groups, place
 from kvpool.policy.multiplexing.tier import QuotaRule, Tier, Use
+from kvpool.policy.multiplexing.timing import BANDWIDTH_SHARE, CostTiming, FittedTiming, StepFit, StepSample, Timing
 
 __all__ = [
     "ADBS",
+    "BANDWIDTH_SHARE",
+    "BATCH_MAX",
     "EPSILON",
     "FCFS",
+    "SHARES",
     "Adaptation",
+    "Candidate",
+    "CostTiming",
     "Eviction",
     "Fairness",
+    "FittedTiming",
     "Job",
+    "Machines",
     "ModelQueues",
     "Phase",
+    "Placed",
+    "PlacedUnit",
+    "Placement",
     "QuotaRule",
     "Quotas",
     "Room",
     "RoundRobin",
     "Seen",
+    "ServedModel",
     "State",
+    "StepFit",
+    "StepSample",
     "Tier",
+    "Timing",
     "Trend",
     "Turns",
+    "Unit",
     "Use",
     "Waiting",
     "adapt",
     "admit",
+    "candidates",
     "demand",
+    "estimate_unit",
+    "exhaustive",
     "fairness",
     "first_quotas",
     "level_fill",
+    "mesh_groups",
+    "place",
     "preemption",
     "reclaim",
     "started",

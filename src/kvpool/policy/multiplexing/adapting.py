@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from kvpool.errors import ArgumentError
-from kvpool.policy.multiplexing.filling import targets
-from kvpool.policy.multiplexing.tier import QuotaRule, Use, known, number_above_0
+from kvpool.policy.multiplexing.filling import targets, targets_of
+from kvpool.policy.multiplexing.tier import QuotaRule, Use, known, number_above_0, whole
 
 __all__ = [
     "EPSILON",
@@ -153,18 +153,19 @@ def adapt(
     """
     settings = settings or Adaptation()
     number_above_0(elapsed_s, "elapsed_s", zero=True)
-    for model, values in seen.items():
-        known(model, rules)
-        for value in values:
-            number_above_0(value, f"what was seen of {model!r}", zero=True)
+    for model, (active, backlog) in seen.items():
+        if model not in rules or type(active) is not int or type(backlog) is not int or active < 0 or backlog < 0:
+            known(model, rules)
+            whole(active, f"the active units seen of {model!r}")
+            whole(backlog, f"the backlog seen of {model!r}")
     kept = 0.5 ** (elapsed_s / settings.half_life_s)
-    trends = {model: _trend(last.trends.get(model), seen.get(model, _IDLE), kept) for model in rules}
+    trends = _trends(last.trends, rules, seen, kept)
     same = capacity == last.capacity and rules == last.rules
     needs = {model: trend.use + trend.backlog for model, trend in trends.items()}
     if same and not any(needs.values()):
         return Quotas(last.units, capacity, rules, trends)
-    fresh = targets(capacity, rules, needs)
-    if same and max(abs(fresh[model] - last.units[model]) for model in rules) <= settings.band * capacity:
+    fresh = targets_of(capacity, rules, needs)
+    if same and max([abs(fresh[model] - last.units[model]) for model in rules]) <= settings.band * capacity:
         return Quotas(last.units, capacity, rules, trends)
     return Quotas(fresh, capacity, rules, trends)
 
@@ -172,13 +173,18 @@ def adapt(
 _IDLE: Final = Seen(0, 0)
 
 
-def _trend(before: Trend | None, seen: Seen, kept: float) -> Trend:
-    if before is None:
-        return Trend(float(seen.active), float(seen.backlog))
-    return Trend(
-        kept * before.use + (1 - kept) * seen.active,
-        kept * before.backlog + (1 - kept) * seen.backlog,
-    )
+def _trends(
+    last: Mapping[str, Trend], models: Iterable[str], seen: Mapping[str, Seen], kept: float
+) -> dict[str, Trend]:
+    found, new = {}, 1 - kept
+    for model in models:
+        active, backlog = seen.get(model, _IDLE)
+        before = last.get(model)
+        if before is None:
+            found[model] = Trend(float(active), float(backlog))
+        else:
+            found[model] = Trend(kept * before[0] + new * active, kept * before[1] + new * backlog)
+    return found
 
 
 class Fairness(NamedTuple):

@@ -65,8 +65,9 @@ class ADBS:
             that run or decode will free: other prefills wait for it. "" otherwise.
         """
         passed = state.turns.passed
-        if not passed or max(passed.values()) < 1:
-            return ""
+        prompts = sum([bool(model.prefill) for model in state.models])
+        if not passed or max(passed.values()) < max(1, prompts - resources.prefill_runs):
+            return ""  # no round is shorter
         waiting = [(model, phase) for model in state.models for phase in _PHASES if resources.waits(model, phase)]
         prefills = sum(phase == "prefill" for _, phase in waiting)
         round_of: dict[Phase, int] = {"prefill": prefills, "decode": len(waiting)}
@@ -98,7 +99,8 @@ class ADBS:
         """Starts decode jobs while compute is left; True if one could not start for want of compute."""
         left_out = False
         for model in in_turn(state.models, state.turns.decode):
-            left_out |= resources.start(model, "decode") == "compute"
+            if not left_out or resources.suffices(model, "decode"):
+                left_out |= resources.start(model, "decode") == "compute"
         return left_out
 
 

@@ -13,7 +13,7 @@ from typing import Final
 
 from kvpool.policy.multiplexing.tier import QuotaRule, known, number_above_0, whole
 
-__all__ = ["level_fill", "targets"]
+__all__ = ["level_fill", "targets", "targets_of"]
 
 _SLOPE_MIN: Final = 1e-9
 
@@ -26,15 +26,16 @@ def level_fill(total: int, slopes: Sequence[float], lows: Sequence[int], highs: 
 
     REQUIRES: 0 <= low <= high for each, slopes above 0 where low < high, sum of lows <= total.
     """
-    moving = [at for at, low in enumerate(lows) if low < highs[at]]
-    room = total - sum(lows)
-    if sum(highs[at] - lows[at] for at in moving) <= room:
+    if sum(highs) <= total:
         return list(highs)
+    moving = [at for at, low in enumerate(lows) if low < highs[at]]
     found = list(lows)
-    level = _level(room, moving, slopes, lows, highs)
+    level = _level(total - sum(lows), moving, slopes, lows, highs)
     for at in moving:
-        found[at] = min(highs[at], max(lows[at], int(slopes[at] * level)))
-    left = room - sum(found[at] - lows[at] for at in moving)
+        units = int(slopes[at] * level)
+        if units > lows[at]:
+            found[at] = units if units < highs[at] else highs[at]
+    left = total - sum(found)
     while left < 0:  # rounding of floats: at most a unit or so for each model
         worst = max((at for at in moving if found[at] > lows[at]), key=lambda at: found[at] / slopes[at])
         found[worst] -= 1
@@ -94,20 +95,26 @@ def targets(capacity: int, rules: Mapping[str, QuotaRule], demands: Mapping[str,
     whole(capacity, "capacity", 1)
     for model, demand in demands.items():
         number_above_0(demand, f"the demand of {known(model, rules)!r}", zero=True)
+    return targets_of(capacity, rules, demands)
+
+
+def targets_of(capacity: int, rules: Mapping[str, QuotaRule], demands: Mapping[str, float]) -> dict[str, int]:
+    """As `targets`. REQUIRES: demands that are finite and not negative, of known models."""
     lows = [rule.reserve for rule in rules.values()]
     limits = [rule.limit_of(capacity) for rule in rules.values()]
     wanted = [demands.get(model, 0.0) for model in rules]
     weights = [rule.weight for rule in rules.values()]
-    highs = [
-        min(limit, max(low, _ceiling(demand, capacity)))
-        for low, limit, demand in zip(lows, limits, wanted, strict=True)
-    ]
-    slopes = _slopes([weight * demand for weight, demand in zip(_slopes(weights), _slopes(wanted), strict=True)])
+    highs = []
+    for low, limit, demand in zip(lows, limits, wanted, strict=True):
+        high = limit if demand >= limit else -int(-demand // 1)
+        highs.append(high if high > low else low)
+    weights = _slopes(weights)
+    slopes = _slopes([weight * demand for weight, demand in zip(weights, _slopes(wanted), strict=True)])
     needed = level_fill(capacity, slopes, lows, highs)
     spare = capacity - sum(needed)
     if spare > 0:
         room = [limit - units for limit, units in zip(limits, needed, strict=True)]
-        more = level_fill(spare, _slopes(weights), [0] * len(room), room)
+        more = level_fill(spare, weights, [0] * len(room), room)
         needed = [units + added for units, added in zip(needed, more, strict=True)]
     return dict(zip(rules, needed, strict=True))
 
@@ -115,8 +122,5 @@ def targets(capacity: int, rules: Mapping[str, QuotaRule], demands: Mapping[str,
 def _slopes(values: Sequence[float]) -> list[float]:
     """In proportion to the largest, and not so small that levels leave the range of floats."""
     largest = max(values, default=0.0) or 1.0
-    return [max(_SLOPE_MIN, value / largest) for value in values]
-
-
-def _ceiling(demand: float, capacity: int) -> int:
-    return capacity if demand >= capacity else -int(-demand // 1)
+    least = _SLOPE_MIN * largest
+    return [value / largest if value > least else _SLOPE_MIN for value in values]

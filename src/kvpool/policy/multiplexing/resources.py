@@ -44,6 +44,10 @@ class Resources:
         """Units that a model could have, whatever its quota says."""
         return self._available + max(0, model.reserved - self._taken.get(model.name, 0))
 
+    def suffices(self, model: ModelQueues, phase: Phase) -> bool:
+        """Whether there is compute for a job of this phase."""
+        return model.share(phase) <= self.share_left + SHARE_STEP
+
     def waits(self, model: ModelQueues, phase: Phase) -> bool:
         """Whether requests wait for a job of this phase, and none runs."""
         return bool(model.queue(phase)) and (model.name, phase) not in self._busy
@@ -55,7 +59,7 @@ class Resources:
         chosen = self._prompts(model) if phase == "prefill" else self._steps(model)
         if not chosen:
             return ("memory" if model.queue(phase)[0].units > self.room(model) else "quota"), []
-        return ("started" if model.share(phase) <= self.share_left + SHARE_STEP else "compute"), chosen
+        return ("started" if self.suffices(model, phase) else "compute"), chosen
 
     def start(self, model: ModelQueues, phase: Phase, share: float = 0.0) -> Verdict:
         """Adds a job if there is memory and compute for it; says what is missing otherwise.
