@@ -18,6 +18,7 @@ from tools.planted_kit import Bug, in_cpp, in_python
 from tools.planted_lending import LENDING_BUGS
 from tools.planted_matches import MATCH_BUGS
 from tools.planted_migration import MIGRATION_BUGS
+from tools.planted_multiplexing import MULTIPLEXING_BUGS
 from tools.planted_rebalancing import REBALANCING_BUGS
 from tools.planted_routing import ROUTING_BUGS
 
@@ -30,6 +31,7 @@ BUGS: Final[tuple[Bug, ...]] = (
     *LENDING_BUGS,
     *MATCH_BUGS,
     *MIGRATION_BUGS,
+    *MULTIPLEXING_BUGS,
     *REBALANCING_BUGS,
     *ROUTING_BUGS,
     Bug(

@@ -163,7 +163,7 @@ class Engine:
         self.left = {}  # tokens that a request still makes
         self.prefill = {name: [] for name in models}
         self.decode = {name: [] for name in models}
-        self.shares = {name: (self.dice.choice([0.4, 0.7, 1.0]), self.dice.choice([0.1, 0.3, 0.5])) for name in models}
+        self.shares = {name: (self.dice.choice([0.4, 0.7, 1.0]), self.dice.choice([0.1, 0.3, 0.9])) for name in models}
         self.quota = capacity // len(models)
         self.turns = Turns()
         self.served = 0

@@ -1,0 +1,200 @@
+"""Bugs of quotas, schedulers and placement of many models, for `make planted`."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tools.planted_kit import Bug, in_python
+
+__all__ = ["MULTIPLEXING_BUGS"]
+
+_QUOTAS: Final = ("python/policy/test_multiplexing_quotas.py",)
+_SCHEDULERS: Final = ("python/policy/test_multiplexing_schedulers.py",)
+_PLACEMENT: Final = ("python/policy/test_multiplexing_placement.py",)
+
+MULTIPLEXING_BUGS: Final = (
+    Bug(
+        "prefill-without-memory-holds-decode",
+        "policy",
+        "a prefill that waits for memory holds back decode, which alone frees memory: everything stands still",
+        in_python(
+            "policy/multiplexing/adbs.py",
+            """            if verdict == "compute":
+                return "compute"
+            if verdict == "started":
+                break
+""",
+            """            if verdict in ("compute", "memory", "quota"):
+                return "compute"
+            if verdict == "started":
+                break
+""",
+        ),
+        _SCHEDULERS,
+        build="python",
+    ),
+    Bug(
+        "empty-prefill-queue-holds-decode",
+        "policy",
+        "a model without prompts is waited for, as the paper prints it, and decode stops",
+        in_python(
+            "policy/multiplexing/adbs.py",
+            """            if verdict == "compute":
+                return "compute"
+            if verdict == "started":
+                break
+""",
+            """            if verdict in ("compute", "empty"):
+                return "compute"
+            if verdict == "started":
+                break
+""",
+        ),
+        _SCHEDULERS,
+        build="python",
+    ),
+    Bug(
+        "first-misfit-ends-decode",
+        "policy",
+        "a decode job that does not fit keeps the models behind it from decoding, as the paper prints it",
+        in_python(
+            "policy/multiplexing/adbs.py",
+            """                left_out |= resources.start(model, "decode") == "compute"
+""",
+            """                if resources.start(model, "decode") == "compute":
+                    return True
+""",
+        ),
+        _SCHEDULERS,
+        build="python",
+    ),
+    Bug(
+        "memory-is-not-kept-for-a-prefill",
+        "policy",
+        "a large prompt waits for ever, because small prompts of other models take the memory that becomes free",
+        in_python(
+            "policy/multiplexing/adbs.py",
+            'if verdict == "memory" and phase == "prefill" and (',
+            'if verdict == "" and phase == "prefill" and (',
+        ),
+        _SCHEDULERS,
+        build="python",
+    ),
+    Bug(
+        "queues-that-waited-are-not-due",
+        "policy",
+        "a decode job with a large share waits for ever while small ones come and go",
+        in_python(
+            "policy/multiplexing/adbs.py",
+            "        for model, phase in sorted(due, key=lambda each: -passed[each[0].name, each[1]]):\n",
+            '        for model, phase in [each for each in due if each[1] == "prefill"]:\n',
+        ),
+        _SCHEDULERS,
+        build="python",
+    ),
+    Bug(
+        "model-stands-still-at-its-quota",
+        "policy",
+        "a model whose requests all need a unit more than its quota never ends one",
+        in_python(
+            "policy/multiplexing/resources.py",
+            "        if not chosen:\n            chosen =",
+            "        if False:\n            chosen =",
+        ),
+        _SCHEDULERS,
+        build="python",
+    ),
+    Bug(
+        "fairness-over-idle-models",
+        "policy",
+        "an idle model, which uses nothing, makes every sharing look unfair",
+        in_python("policy/multiplexing/adapting.py", "for model in sorted(backlogged):", "for model in sorted(uses):"),
+        _QUOTAS,
+        build="python",
+    ),
+    Bug(
+        "quota-sum-drifts",
+        "policy",
+        "each quota keeps still for itself, so that their sum moves away from the capacity",
+        in_python(
+            "policy/multiplexing/adapting.py",
+            "    return Quotas(fresh, capacity, rules, trends)\n",
+            """    if same:
+        band = settings.band * capacity
+        fresh = {
+            model: units if abs(units - last.units[model]) > band else last.units[model]
+            for model, units in fresh.items()
+        }
+    return Quotas(fresh, capacity, rules, trends)
+""",
+        ),
+        _QUOTAS,
+        build="python",
+    ),
+    Bug(
+        "reserve-evicted-by-a-neighbour",
+        "policy",
+        "a neighbour's growth evicts what a model has cached within its reserve",
+        in_python(
+            "policy/multiplexing/admission.py",
+            "floor = rule.reserve if within else max(rule.reserve, tier.quota(name))",
+            "floor = 0 if within else max(rule.reserve, tier.quota(name))",
+        ),
+        _QUOTAS,
+        build="python",
+    ),
+    Bug(
+        "reserve-taken-by-admission",
+        "policy",
+        "active units of a neighbour take what is reserved: no eviction brings the reserve back",
+        in_python(
+            "policy/multiplexing/tier.py",
+            "return sum(max(uses[model].active, rule.reserve) for model, rule in self.rules.items())",
+            "return sum(uses[model].active for model, rule in self.rules.items())",
+        ),
+        _QUOTAS,
+        build="python",
+    ),
+    Bug(
+        "raised-limit-without-growth",
+        "policy",
+        "a limit that is raised again changes nothing, because the demand has not changed",
+        in_python(
+            "policy/multiplexing/adapting.py",
+            "    same = capacity == last.capacity and rules == last.rules\n",
+            "    same = capacity == last.capacity and rules.keys() == last.rules.keys()\n",
+        ),
+        _QUOTAS,
+        build="python",
+    ),
+    Bug(
+        "swapped-beyond-the-quota-in-dram",
+        "policy",
+        "evicted units go to DRAM as long as it has room, whatever their owner's quota there",
+        in_python(
+            "policy/multiplexing/admission.py",
+            "swapped = max(0, min(units, allowed, free))",
+            "swapped = min(units, free)",
+        ),
+        _QUOTAS,
+        build="python",
+    ),
+    Bug(
+        "last-mesh-in-place-of-the-best",
+        "policy",
+        "a model goes to the mesh that was looked at last, as the paper prints it",
+        in_python(
+            "policy/multiplexing/placement.py", "                if value > best_value:\n", "                if True:\n"
+        ),
+        _PLACEMENT,
+        build="python",
+    ),
+    Bug(
+        "batches-beyond-memory",
+        "policy",
+        "the batches of a unit need more memory than its GPUs have",
+        in_python("policy/multiplexing/estimate.py", "        if needed > left:\n", "        if False:\n"),
+        _PLACEMENT,
+        build="python",
+    ),
+)
