@@ -2,5 +2,5 @@
 
 The same objects run in a live cluster and in the simulator (`kvpool.sim`). Each folder is one decision:
 
-    from kvpool.policy import cost, lending, mell, routing
+    from kvpool.policy import cost, lending, mell, multiplexing, routing
 """

@@ -277,7 +277,7 @@ def test_models_that_come_and_go_change_the_quotas_at_once():
 # ---- fairness
 
 
-def test_fairness_looks_at_models_that_wait_only():
+def test_fairness_is_over_models_that_wait_only():
     uses = {"a": Use(50), "b": Use(52), "idle": Use(0, 400)}
     demands = {"a": 100.0, "b": 100.0, "idle": 100.0}
     assert mux.fairness(uses, demands, {"a", "b"}) == (pytest.approx(0.02), True, "a", "b")
