@@ -329,6 +329,7 @@ def test_a_weight_is_a_finite_number_above_0(weight):
         (lambda: mux.fairness({"a": Use()}, {"a": 0.0}, {"a"}), "demand"),
         (lambda: mux.fairness({"a": Use()}, {"a": 1.0}, {"b"}), "'b'"),
         (lambda: mux.fairness({}, {}, set(), epsilon=0), "epsilon"),
+        (lambda: mux.fairness({"a": Use()}, {"a": 1.0}, {"a"}, weights={"a": nan}), "weight"),
         (lambda: Tier(10, {"a": QuotaRule()}).without("b"), "'b'"),
         (lambda: Tier(10, {"a": QuotaRule(5)}).with_rule("b", QuotaRule(6)), "exceeds the capacity"),
     ],

@@ -224,15 +224,16 @@ def fairness(
         epsilon: The largest difference that counts as fair.
 
     Raises:
-        ArgumentError: A backlogged model has no use or no demand above 0, or epsilon is not above 0.
-        ArgumentTypeError: A demand or epsilon is no number.
+        ArgumentError: A backlogged model has no use or no demand above 0, or a weight or epsilon is not above 0.
+        ArgumentTypeError: A demand, a weight or epsilon is no number.
     """
     number_above_0(epsilon, "epsilon")
     shares = {}
     for model in sorted(backlogged):
         use = uses[known(model, uses)]
         needed = number_above_0(demands[known(model, demands)], f"the demand of {model!r}")
-        shares[model] = use.active / (needed * (weights or {}).get(model, 1.0))
+        weight = number_above_0((weights or {}).get(model, 1.0), f"the weight of {model!r}")
+        shares[model] = use.active / (needed * weight)
     if len(shares) < 2:
         only = next(iter(shares), "")
         return Fairness(0.0, True, only, only)

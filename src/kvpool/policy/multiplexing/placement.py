@@ -3,8 +3,9 @@
 As printed, Algorithm 1 ends with `best_mesh.u = make_unit(m, d)`, d being the mesh that was looked at last: the best
 one is meant. It says nothing of memory, of models whose rate nobody meets, and of equally good meshes. Here a mesh is
 left out if weights and a request of each model do not fit; a rate that is not met is marked; of equally good meshes the
-one with the lowest load is taken. Each group is tried in two orders, by computation and by size, because the first may
-end with a large model that fits nowhere; then models of the best groups move and change places while that serves more.
+one with the lowest load is taken. Each group is tried in three orders: by computation, as printed; by size, because the
+first may end with a large model that fits nowhere; and the smallest computation first, so that a model that no GPUs can
+serve comes last, where it harms least. Then models of the best results move and change places while that serves more.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from kvpool.policy.multiplexing.estimate import (
 
 __all__ = ["Placed", "PlacedUnit", "Placement", "exhaustive", "mesh_groups", "place"]
 
-_IMPROVED: Final = 4  # groups whose placement is improved by moves
+_IMPROVED: Final = 96  # results that moves improve, times the number of models: a step of many takes longer
 _EXHAUSTIVE_MAX: Final = 100_000
 _MORE: Final = 1e-9
 
@@ -115,21 +116,21 @@ def place(models: Sequence[ServedModel], machines: Machines, shares: Sequence[fl
         OutOfMemory: No division of the GPUs that was tried has the memory for all models.
     """
     search = _Search(models, machines, shares)
-    found: list[tuple[tuple[float, float], tuple[int, ...], list[int]]] = []
+    results: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[float, float]] = {}
     for group in mesh_groups(machines, len(models)):
         if all(any(size in of_model for size in group) for of_model in search.candidates):
-            orders = (search.by_computation, search.by_size)
-            placed = [assigned for order in orders if (assigned := search.greedy(group, order)) is not None]
-            found += [(search.value(group, assigned), group, assigned) for assigned in placed]
-    if not found:
+            placed = [found for order in search.orders if (found := search.greedy(group, order)) is not None]
+            results.update({(group, tuple(assigned)): search.value(group, assigned) for assigned in placed})
+    if not results:
         raise OutOfMemory(
             f"{len(models)} models do not fit together",
             needed_bytes=sum(model.weight_bytes + model.request_bytes for model in models),
             available_bytes=machines.nodes * machines.mesh_bytes(machines.gpus),
         )
-    found.sort(key=lambda each: each[0], reverse=True)
-    best = [(group, search.improve(group, assigned)) for _, group, assigned in found[:_IMPROVED]]
-    group, assigned = max(best, key=lambda each: search.value(*each))
+    first = sorted(results, key=results.__getitem__, reverse=True)[: max(4, _IMPROVED // len(models))]
+    group, assigned = max(
+        ((group, search.improve(group, assigned)) for group, assigned in first), key=lambda each: search.value(*each)
+    )
     return search.placement(group, assigned)
 
 
@@ -170,8 +171,9 @@ class _Search:
         ]
         self._units: dict[tuple[int, tuple[int, ...]], Unit | None] = {}
         everything = range(len(models))
-        self.by_computation = sorted(everything, key=lambda at: -self._computation(at))
-        self.by_size = sorted(everything, key=lambda at: -models[at].weight_bytes)
+        by_computation = sorted(everything, key=lambda at: -self._computation(at))
+        by_size = sorted(everything, key=lambda at: -models[at].weight_bytes)
+        self.orders = (by_computation, by_size, by_computation[::-1])
 
     def _computation(self, at: int) -> float:
         """GPUs that a model needs alone: of the cheapest candidate, extended to its rate."""
@@ -192,7 +194,9 @@ class _Search:
         return self._units[key]
 
     def served(self, size: int, members: tuple[int, ...]) -> float:
-        """F of eq. 1; below 0 if they do not fit."""
+        """F of eq. 1; 0 without models, below 0 if they do not fit."""
+        if not members:
+            return 0.0
         unit = self.unit(size, members)
         return -1.0 if unit is None else sum(unit.throughputs)
 
@@ -221,8 +225,7 @@ class _Search:
                 unit = self.unit(size, _with(members[mesh], at))
                 if unit is None:
                     continue
-                before = self.served(size, members[mesh]) if members[mesh] else 0.0
-                value = (round(sum(unit.throughputs) - before, 9), -unit.load)
+                value = (round(sum(unit.throughputs) - self.served(size, members[mesh]), 9), -unit.load)
                 if value > best_value:
                     best, best_value = mesh, value
             if best < 0:
@@ -232,31 +235,47 @@ class _Search:
         return assigned
 
     def improve(self, group: tuple[int, ...], assigned: Sequence[int]) -> list[int]:
-        """Moves one model, or lets two change places, as long as that serves more."""
+        """Moves one model, or lets two change places, as long as that serves more: each time the best such change."""
         now = list(assigned)
+        members = _members(group, now)
         wanted = sum(model.rate for model in self.models)
-        most = self.value(group, now)[0]
-        gained = True
-        while gained and most < wanted - _MORE:
-            gained = False
-            for changed in self._neighbours(group, now):
-                value = self.value(group, changed)[0]
-                if value > most + _MORE:
-                    now, most, gained = changed, value, True
-                    break
+        while self.value(group, now)[0] < wanted - _MORE:
+            served = [self.served(size, of_mesh) for size, of_mesh in zip(group, members, strict=True)]
+            gain, changed = max(self._changes(group, now, members, served), default=(0.0, {}), key=lambda each: each[0])
+            if gain <= _MORE:
+                break
+            for at, mesh in changed.items():
+                now[at] = mesh
+            members = _members(group, now)
         return now
 
-    def _neighbours(self, group: tuple[int, ...], assigned: Sequence[int]) -> Iterator[list[int]]:
-        for at, mesh in product(range(len(assigned)), range(len(group))):
-            if mesh != assigned[at]:
-                changed = list(assigned)
-                changed[at] = mesh
-                yield changed
-        for one, other in combinations(range(len(assigned)), 2):
-            if assigned[one] != assigned[other]:
-                changed = list(assigned)
-                changed[one], changed[other] = changed[other], changed[one]
-                yield changed
+    def _changes(
+        self,
+        group: tuple[int, ...],
+        assigned: Sequence[int],
+        members: Sequence[tuple[int, ...]],
+        served: Sequence[float],
+    ) -> Iterator[tuple[float, dict[int, int]]]:
+        """Changes of one model's mesh or of two models' meshes that fit, with what each serves more."""
+        everything = range(len(assigned))
+        moves = [({at: mesh}, assigned[at], mesh) for at in everything for mesh in range(len(group))]
+        swaps = [
+            ({one: assigned[other], other: assigned[one]}, assigned[one], assigned[other])
+            for one, other in combinations(everything, 2)
+        ]
+        for changed, source, target in (*moves, *swaps):
+            if source != target:
+                before = served[source] + served[target]
+                left = [at for at in members[source] if at not in changed]
+                left += [at for at in members[target] if changed.get(at) == source]
+                come = [at for at in members[target] if at not in changed]
+                come += [at for at in members[source] if changed.get(at) == target]
+                after = [
+                    self.served(group[source], tuple(sorted(left))),
+                    self.served(group[target], tuple(sorted(come))),
+                ]
+                if min(after) >= 0:
+                    yield sum(after) - before, changed
 
     def placement(self, group: tuple[int, ...], assigned: Sequence[int]) -> Placement:
         """The result, without empty meshes."""
