@@ -88,6 +88,12 @@ def test_a_popular_model_shares_with_an_unpopular_one_rather_than_with_a_popular
     assert not found.unmet or len(together) == 2
 
 
+def test_equally_good_meshes_are_loaded_equally():
+    found = mux.place([served(name, 0.5, tp_degrees=(1,)) for name in "abcd"], Machines(1, 2, 80 * GIB))
+    assert not found.unmet
+    assert [len(unit.models) for unit in found.units] == [2, 2]
+
+
 def test_a_rate_that_nothing_meets_is_marked_and_the_best_is_taken():
     (unit,) = mux.place([served("a", 1e6)], FOUR).units
     (only,) = unit.models
