@@ -74,10 +74,8 @@ def main(folder: Path, names: list[str]) -> int:
         return 1
     for name in names:
         try:
-            if name.endswith(".xml"):
-                counts = count_python((folder / name).read_text())
-            else:
-                counts = count_cpp_run(folder, name)
+            of_pytest = name.endswith(".xml")
+            counts = count_python((folder / name).read_text()) if of_pytest else count_cpp_run(folder, name)
         except (OSError, ValueError, ElementTree.ParseError) as error:
             print(f"{name}: {error}", file=sys.stderr)
             return 1
