@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["adapter_namespace", "adapter_of"]
+__all__ = ["ADAPTER_MARK", "adapter_namespace"]
 
-_MARK: Final = "\x1f"
+ADAPTER_MARK: Final = "\x1f"
 
 
 def adapter_namespace(adapter: str, salt: str = "") -> str:
-    """The namespace that the KV events of an engine's adapter give its prompts; the salt alone without an adapter.
+    """The namespace that the KV events of an engine's adapter give its prompts.
+
+    Without an adapter it is the salt, but for a salt that begins with the mark of adapters: that one follows two marks.
+    Clients choose salts, so what has the form of an adapter's namespace may only come from an adapter.
 
     Args:
-        adapter: Its name, which requests give as `model`; "" for the model itself.
+        adapter: Its name, which requests give as `model`; it has no mark. "" for the model itself.
         salt: The request's `cache_salt`; "" for none.
     """
-    return f"{_MARK}{adapter}{_MARK}{salt}" if adapter else salt
-
-
-def adapter_of(namespace: str) -> str:
-    """The adapter of a namespace; "" for none."""
-    return namespace[1:].partition(_MARK)[0] if namespace.startswith(_MARK) else ""
+    return f"{ADAPTER_MARK}{adapter}{ADAPTER_MARK}{salt}" if adapter or salt.startswith(ADAPTER_MARK) else salt

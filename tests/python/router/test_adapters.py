@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import pytest
 from kit import BLOCK
 from router.publishing import Publishing
 from router.router_kit import PATIENCE_S, eventually, fakes, routing
 
-from kvpool.control.reading.asking import adapters_in
-from kvpool.control.router import EventsSpec
+from kvpool.control.reading.asking import adapters_in, models_in
+from kvpool.control.router import EventsSpec, InstanceSpec, RouterSettings
 from kvpool.control.router.adapter_names import AdapterNames
+from kvpool.control.router.adapters import Adapters
 from kvpool.control.router.prompts import PromptReader
-from kvpool.index.adapters import adapter_namespace, adapter_of
+from kvpool.index.adapters import adapter_namespace
 
 PROMPT = [7] * 12 * BLOCK
 BY_EVENTS = {"block_tokens": BLOCK, "policy": "longest-prefix", "warmup_s": 0.0, "cap": 1000.0}
@@ -59,22 +61,75 @@ def test_an_event_names_an_adapter_that_no_list_has():
             assert [running.where(PROMPT, model=model) for model in ("new", "base")] == ["b", "a"]
 
 
+def test_a_salt_in_the_form_of_an_adapter_changes_nothing_for_others():
+    with fakes("a", "b") as two, Publishing() as a, Publishing() as b:
+        with routing(*two, events={"a": EventsSpec(a.endpoint), "b": EventsSpec(b.endpoint)}, **BY_EVENTS) as running:
+            for each in (a, b):
+                each.wait_until_heard()
+            a.store(PROMPT)
+            b.store(PROMPT, extra_keys=[adapter_namespace("base")])
+            eventually(lambda: all(each["cached_blocks"] for each in running.states().values()))
+            assert running.where(PROMPT, model="base") == "a"
+            assert running.where(PROMPT, model="base", cache_salt=adapter_namespace("base")) == "b", "its own prompts"
+
+
+def test_servers_that_do_not_answer_keep_no_other_one_waiting():
+    names = AdapterNames()
+    silent = [InstanceSpec(f"s{rank}", "http://127.0.0.1:1", rank=rank) for rank in range(2)]
+    silent += [InstanceSpec(f"s{port}", f"http://127.0.0.1:{port}") for port in (2, 3)]
+    good = InstanceSpec("good", "http://127.0.0.1:4")
+    fleet = [SimpleNamespace(number=n, epoch=0, in_table=True, spec=spec) for n, spec in enumerate([*silent, good])]
+    asked: list[str] = []
+
+    class Answers:
+        async def get(self, spec: InstanceSpec, *_: object) -> tuple[int, bytes]:
+            asked.append(spec.url)
+            if spec is not good:
+                await asyncio.Event().wait()
+            return 200, json.dumps({"data": MODELS}).encode()
+
+    async def ask() -> None:
+        adapters = Adapters(RouterSettings(instances=(good,)), fleet, names)
+        await adapters.close()
+        adapters._asker = Answers()
+        task = asyncio.create_task(adapters.run())
+        while "sql" not in names:
+            await asyncio.sleep(0)
+        task.cancel()
+
+    asyncio.run(asyncio.wait_for(ask(), PATIENCE_S))
+    assert sorted(asked) == [f"http://127.0.0.1:{port}" for port in (1, 2, 3, 4)], "each server once"
+
+
 def test_lists_of_models_may_be_anything():
-    assert list(adapters_in(json.dumps({"data": MODELS}).encode())) == ["sql", "chat"]
+    models = json.dumps({"data": MODELS}).encode()
+    assert (list(adapters_in(models)), list(models_in(models))) == (["sql", "chat"], ["base", "alias"])
     for odd in (b"", b"[]", b'{"data": 7}', b'{"data": [{"id": 7}]}', b"\xff", b"[" * 100_000):
-        assert list(adapters_in(odd)) == []
+        assert (list(adapters_in(odd)), list(models_in(odd))) == ([], [])
 
 
 def test_names_are_bounded_and_namespaces_tell_them_apart():
     names = AdapterNames()
-    for name in ("", "x" * 5000):
+    for name in ("", "x" * 5000, "a\x1fb"):
         names.add(name)
-    assert ("" in names, "x" * 5000 in names) == (False, False)
-    names.seen(adapter_namespace("sql", "salt"))
-    names.seen("salt")
-    assert ("sql" in names, "salt" in names) == (True, False)
-    assert [adapter_of(each) for each in (names.namespace("sql", "s"), names.namespace("m", "s"))] == ["sql", ""]
+        assert name not in names
+    names.add("sql")
+    assert names.namespace("sql", "s") == adapter_namespace("sql", "s") != names.namespace("m", "s")
     assert names.namespace(None, "s") == names.namespace("m", "s") == "s"
+    salts = ["", "s", "\x1f", "\x1fsql\x1f", "\x1f\x1fsql\x1f"]
+    assert len({names.namespace(model, salt) for model in ("m", "sql") for salt in salts}) == 2 * len(salts)
+    for number in range(10_000):
+        names.add(f"name {number}")
+    assert ("sql" in names, "name 9999" in names) == (False, True), "the name said longest ago is forgotten"
+
+
+def test_a_model_is_no_adapter_whoever_says_so():
+    names = AdapterNames()
+    names.add("base")
+    names.add_model("base")
+    names.add("base")
+    names.add("sql")
+    assert ("base" in names, "sql" in names) == (False, True)
 
 
 @pytest.mark.parametrize("padding", [0, 100_000], ids=["here", "in a process"])

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvpool.control.reading.prompts import Kind, Tokens
 
-__all__ = ["adapters_in", "answered", "is_about_the_prompt", "question"]
+__all__ = ["adapters_in", "answered", "is_about_the_prompt", "models_in", "question"]
 
 _TOKEN_MAX: Final = 2**31 - 1
 
@@ -105,10 +105,12 @@ def answered(data: bytes) -> Tokens | None:
 
 def adapters_in(data: bytes) -> Sequence[str]:
     """Of a list of models, the names of those that are made from another one; nothing if it is no such list."""
-    try:
-        return [each.id for each in _MODELS.decode(data).data if each.parent not in (None, each.id)]
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return ()
+    return [each.id for each in _listed(data) if each.parent not in (None, each.id)]
+
+
+def models_in(data: bytes) -> Sequence[str]:
+    """Of a list of models, the names of the others, which are no adapters; nothing if it is no such list."""
+    return [each.id for each in _listed(data) if each.parent in (None, each.id)]
 
 
 def is_about_the_prompt(data: bytes) -> bool:
@@ -119,6 +121,13 @@ def is_about_the_prompt(data: bytes) -> bool:
         return False
     said = refusal.object
     return refusal.error is not msgspec.UNSET or (isinstance(said, msgspec.Raw) and bytes(said) == b'"error"')
+
+
+def _listed(data: bytes) -> Sequence[_ListedModel]:
+    try:
+        return _MODELS.decode(data).data
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return ()
 
 
 def _of_chat(chat: _Chat) -> bytes | None:

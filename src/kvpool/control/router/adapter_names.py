@@ -2,35 +2,55 @@
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from typing import Final
 
-from kvpool.index.adapters import adapter_namespace, adapter_of
+from kvpool.index.adapters import ADAPTER_MARK, adapter_namespace
 
 __all__ = ["AdapterNames"]
 
-_NAMES_MAX: Final = 1 << 16
+_NAMES_MAX: Final = 1 << 12
 _NAME_MAX: Final = 1 << 10  # characters
 
 
 class AdapterNames:
-    """The names of adapters that are known. Any thread may add some."""
+    """The names of adapters that are known. Thread-safe.
+
+    A name that an instance lists as a model is never one of an adapter: a publisher that says so by mistake or in
+    malice would end matching for all who ask that model. Of too many names those said longest ago are forgotten.
+    """
 
     def __init__(self) -> None:
-        self._names: set[str] = set()
+        self._lock = threading.Lock()
+        self._names: OrderedDict[str, None] = OrderedDict()  # said longest ago first
+        self._models: OrderedDict[str, None] = OrderedDict()
 
     def __contains__(self, name: object) -> bool:
         """Whether an adapter is known by this name."""
-        return name in self._names
+        with self._lock:
+            return name in self._names
 
     def add(self, name: str) -> None:
-        """There is such an adapter; a name that is too long, or one too many, is ignored."""
-        if name and len(name) <= _NAME_MAX and len(self._names) < _NAMES_MAX:
-            self._names.add(name)
+        """There is such an adapter. Ignores a model's name, and one that is too long or has the mark of namespaces."""
+        with self._lock:
+            if ADAPTER_MARK not in name and name not in self._models:
+                _remember(self._names, name)
 
-    def seen(self, namespace: str) -> None:
-        """Takes the adapter from a namespace of an event, if there is one."""
-        self.add(adapter_of(namespace))
+    def add_model(self, name: str) -> None:
+        """A model that is no adapter has this name."""
+        with self._lock:
+            _remember(self._models, name)
+            self._names.pop(name, None)
 
     def namespace(self, model: str | None, salt: str) -> str:
         """That of a request's prompt in KV events."""
-        return adapter_namespace(model if model is not None and model in self._names else "", salt)
+        return adapter_namespace(model if model is not None and model in self else "", salt)
+
+
+def _remember(names: OrderedDict[str, None], name: str) -> None:
+    if name and len(name) <= _NAME_MAX:
+        names[name] = None
+        names.move_to_end(name)
+        if len(names) > _NAMES_MAX:
+            names.popitem(last=False)

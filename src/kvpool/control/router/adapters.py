@@ -10,9 +10,10 @@ import asyncio
 import logging
 from typing import Final
 
-from kvpool.control.reading.asking import adapters_in
+from kvpool.control.reading.asking import adapters_in, models_in
 from kvpool.control.router.adapter_names import AdapterNames
 from kvpool.control.router.fleet import Fleet
+from kvpool.control.router.lease import Instance
 from kvpool.control.router.logs import event
 from kvpool.control.router.settings import RouterSettings
 from kvpool.control.router.upstream import Asker, UpstreamError
@@ -23,6 +24,7 @@ _ANSWER_BYTES: Final = 4 << 20
 _TIMEOUT_S: Final = 5.0
 _LOOK_S: Final = 0.5
 _AGAIN_S: Final = 30.0  # adapters may be loaded at any time
+_AT_ONCE: Final = 8  # servers: one that does not answer keeps no other one waiting
 
 
 class Adapters:
@@ -39,6 +41,7 @@ class Adapters:
         self._fleet = fleet
         self._names = names
         self._asker = Asker(_TIMEOUT_S)
+        self._at_once = asyncio.Semaphore(_AT_ONCE)
         self._next: dict[tuple[int, int], float] = {}  # when, by the instance's number and how often it was ejected
 
     async def run(self) -> None:
@@ -58,11 +61,19 @@ class Adapters:
         now = asyncio.get_running_loop().time()
         up = {(each.number, each.epoch): each for each in self._fleet if each.in_table}
         self._next = {key: self._next.get(key, now) for key in up}
-        for key in [key for key, due in self._next.items() if due <= now]:
-            self._next[key] = now + _AGAIN_S
-            try:
-                status, data = await self._asker.get(up[key].spec, "/v1/models", self._key, _ANSWER_BYTES)
-            except UpstreamError:
-                continue  # probes say what is wrong
-            for name in adapters_in(data) if status == 200 else ():
+        due = [key for key, when in self._next.items() if when <= now]
+        self._next |= dict.fromkeys(due, now + _AGAIN_S)
+        servers = {up[key].spec.url: up[key] for key in due}  # the ranks of one have the same adapters
+        await asyncio.gather(*map(self._ask, servers.values()))
+
+    async def _ask(self, instance: Instance) -> None:
+        try:
+            async with self._at_once:
+                status, data = await self._asker.get(instance.spec, "/v1/models", self._key, _ANSWER_BYTES)
+        except UpstreamError:
+            return  # probes say what is wrong
+        if status == 200:
+            for name in models_in(data):
+                self._names.add_model(name)
+            for name in adapters_in(data):
                 self._names.add(name)

@@ -31,9 +31,8 @@ __all__ = ["Following"]
 class _Feed:
     """A tree, as long as the instance is followed. Thread-safe: an event that comes after `stop` is dropped."""
 
-    def __init__(self, tree: PromptTree, adapters: AdapterNames) -> None:
+    def __init__(self, tree: PromptTree) -> None:
         self.block_tokens = tree.block_tokens
-        self._adapters = adapters
         self._tree = tree
         self._lock = threading.Lock()
         self._stopped = False
@@ -42,7 +41,6 @@ class _Feed:
         """Applies an event of the instance."""
         with self._lock:
             if not self._stopped:
-                self._adapters.seen(event.namespace)
                 self._tree.apply(instance, event)
 
     def forget(self, instance: int) -> None:
@@ -116,12 +114,18 @@ class Following:
         before = self._not_followed.get(number)
         if isinstance(before, ArgumentError):  # an address that ZMQ does not take
             return False
-        feed = _Feed(tree, self._adapters)
+        feed = _Feed(tree)
         try:
             from kvpool.observe.events import EventSubscriber
 
             subscriber = EventSubscriber(
-                feed, number, spec.endpoint, spec.replay, blocks_max=self._blocks_max, rank=instance.rank
+                feed,
+                number,
+                spec.endpoint,
+                spec.replay,
+                blocks_max=self._blocks_max,
+                rank=instance.rank,
+                on_adapter=self._adapters.add,
             )
         except Exception as error:
             self._not_followed[number] = error

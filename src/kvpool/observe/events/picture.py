@@ -20,14 +20,14 @@ Invariants
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 
 from kvpool.index import RemovedEvent, StoredEvent
-from kvpool.index.adapters import adapter_namespace
+from kvpool.index.adapters import ADAPTER_MARK, adapter_namespace
 from kvpool.observe.events.wire import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, WireEvent
 
 __all__ = ["BLOCKS_MAX", "FollowsEvents", "Picture"]
@@ -105,17 +105,26 @@ class Picture:
         block_tokens: Tokens a block; ignores events of another size.
         blocks_max: The most blocks that are kept; beyond it those stored longest ago are dropped, ends of prompts
             first.
+        on_adapter: Is told the adapter of each event that names one.
 
     Attributes:
         left_out: Ignored blocks: of another size, or of layers of another kind.
         dropped: Blocks that were dropped because there were too many.
     """
 
-    def __init__(self, target: FollowsEvents, instance: int, block_tokens: int, blocks_max: int = BLOCKS_MAX) -> None:
+    def __init__(
+        self,
+        target: FollowsEvents,
+        instance: int,
+        block_tokens: int,
+        blocks_max: int = BLOCKS_MAX,
+        on_adapter: Callable[[str], object] | None = None,
+    ) -> None:
         self._target = target
         self._instance = instance
         self._block_tokens = block_tokens
         self._blocks_max = blocks_max
+        self._on_adapter = on_adapter
         self._blocks: dict[BlockHash, _Block] = {}
         self._ends: OrderedDict[BlockHash, _Block] = OrderedDict()  # stored longest ago first
         self._waiting: dict[_Block, None] = {}  # ends of paths of which the index is not told yet
@@ -181,6 +190,8 @@ class Picture:
         size = self._block_tokens
         names = event.block_hashes[: self._blocks_max]
         medium = _only(event.medium or _UNSAID)
+        if event.lora_name and self._on_adapter is not None:
+            self._on_adapter(event.lora_name)
         self.dropped += len(event.block_hashes) - len(names)
         before = None if event.parent_block_hash is None or not names else self._named(event.parent_block_hash)
         for position, name in enumerate(names):
@@ -361,8 +372,8 @@ def _extra(event: BlockStored, position: int) -> _Extra | None:
     a salt in a field.
     """
     adapter, keys = event.lora_name or "", list(event.extra_keys[position] or ()) if event.extra_keys else []
-    if event.lora_id is not None and not adapter:
-        return None  # a number that another publisher may give to another adapter
+    if (event.lora_id is not None and not adapter) or ADAPTER_MARK in adapter:
+        return None  # a number that another publisher may give to another adapter, or a name that no namespace can hold
     if adapter and keys and keys[0] == adapter:
         del keys[0]
     salt = keys[0] if keys else event.cache_salt

@@ -59,6 +59,7 @@ class EventSubscriber:
             Also how long the publisher may be disconnected before the instance is forgotten.
         blocks_max: The most blocks of the instance that are known; beyond it those stored longest ago are dropped.
         rank: The publisher's data-parallel rank: batches that name another one are ignored. None: any.
+        on_adapter: Is told the name of the LoRA adapter of each event that names one, in the subscriber's thread.
 
     Raises:
         ArgumentError: A number or an endpoint is wrong.
@@ -78,6 +79,7 @@ class EventSubscriber:
         timeout: float = 5.0,
         blocks_max: int = BLOCKS_MAX,
         rank: int | None = None,
+        on_adapter: Callable[[str], object] | None = None,
     ) -> None:
         if not 0 <= instance < 1 << 14:
             raise ArgumentError(f"an instance is a number from 0 to 16383, not {instance}", instance=instance)
@@ -99,7 +101,7 @@ class EventSubscriber:
         self._asked_at = -math.inf  # by the monotonic clock
         self._timeout = timeout
         self._picture = Picture(
-            _Lasting(index) if isinstance(index, InstanceIndex) else index, instance, size, blocks_max
+            _Lasting(index) if isinstance(index, InstanceIndex) else index, instance, size, blocks_max, on_adapter
         )
         self._next: int | None = None  # the number of the batch that is expected
         self._last_live: int | None = None  # that of the last one that was published to us
