@@ -35,13 +35,21 @@ def config(index: int = 0, size: int = 1, local: bool = False, **events: Any) ->
         ({"size": 4, "index": 3, "publisher": "zmq"}, Published("tcp://10.0.0.5:5560", rank=3)),
         ({"size": 4, "index": 3, "endpoint": "ipc:///run/events"}, Published(rank=3)),
         ({"size": 4, "index": 3, "local": True, "publisher": "zmq"}, Published("tcp://10.0.0.5:5560")),
+        ({"size": 1, "index": 2, "publisher": "zmq"}, Published("tcp://10.0.0.5:5559", rank=2)),  # a dense model
+        ({"size": 1, "index": 2, "local": True}, NOTHING),
     ],
 )
 def test_what_routers_connect_to_is_what_vllm_binds(given, published):
-    assert published_by(config(**given), URL) == published
-    assert published_by(config(**given), "") == NOTHING
+    engine_id = f"x_dp{given['index']}" if "index" in given else "x"
+    assert published_by(config(**given), URL, engine_id) == published
+    assert published_by(config(**given), "", engine_id) == NOTHING
+
+
+def test_replicas_of_a_dense_model_have_ranks_from_the_first_one_on():
+    ranks = [published_by(config(index), URL, f"x_dp{index}").rank for index in range(3)]
+    assert ranks == [0, 1, 2]
 
 
 def test_an_address_of_ipv6_is_written_in_brackets():
     given = config(endpoint="tcp://[::]:5557")
-    assert published_by(given, "http://[fd00::1]:8000").events == "tcp://[fd00::1]:5557"
+    assert published_by(given, "http://[fd00::1]:8000", "x").events == "tcp://[fd00::1]:5557"

@@ -386,7 +386,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert options.cluster
         try:
             role = ROLES[self._kv_transfer_config.kv_role]
-            published = published_by(self._vllm_config, options.url)
+            published = published_by(self._vllm_config, options.url, self._engine_id)
             return Membership(
                 pool, options.cluster, role, options.listen, options.cluster_options, options.url, published
             )

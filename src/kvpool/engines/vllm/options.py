@@ -10,7 +10,7 @@ from typing import Any, Final
 from kvpool.engines.given import check_amount, check_known, check_memory
 from kvpool.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["GIB", "Options"]
+__all__ = ["GIB", "Options", "replica_of"]
 
 GIB = 1 << 30
 _REPLICA = re.compile(r"_dp(\d+)\Z")
@@ -106,8 +106,8 @@ class Options:
         Args:
             engine_id: vLLM's. Only this tells replicas apart: those of a dense model hear nothing of each other.
         """
-        replica = _REPLICA.search(engine_id)
-        return self if self.name is None or replica is None else replace(self, name=f"{self.name}-dp{replica[1]}")
+        replica = replica_of(engine_id)
+        return self if self.name is None or replica is None else replace(self, name=f"{self.name}-dp{replica}")
 
     def blocks(self, block_bytes: int, workers: int = 1) -> int:
         """How many blocks of DRAM a worker's pool gets.
@@ -129,3 +129,9 @@ class Options:
                 block_bytes=block_bytes,
             )
         return blocks
+
+
+def replica_of(engine_id: str) -> int | None:
+    """The data-parallel rank in the id of one of vLLM's engines; None if the server has one engine."""
+    found = _REPLICA.search(engine_id)
+    return None if found is None else int(found[1])

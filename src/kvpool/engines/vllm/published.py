@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from kvpool.engines.vllm.options import replica_of
+
 __all__ = ["NOTHING", "Published", "published_by"]
 
 
@@ -27,20 +29,21 @@ class Published:
 NOTHING: Final = Published()
 
 
-def published_by(vllm_config: Any, url: str) -> Published:
+def published_by(vllm_config: Any, url: str, engine_id: str) -> Published:
     """What vLLM's configuration says; nothing without a URL, because routers then do not route there.
 
     Args:
         vllm_config: vLLM's.
         url: Of the engine's server; its host is where others reach what vLLM binds to all interfaces.
+        engine_id: vLLM's. Only this tells that there are other ranks: those of a dense model have each a configuration
+            of one rank.
     """
     host = urlsplit(url).hostname
     if not host:
         return NOTHING
     parallel, config = vllm_config.parallel_config, vllm_config.kv_events_config
     # Servers of one rank each (an external or hybrid load balancer in front of them) count their ranks from 0.
-    several = parallel.data_parallel_size > 1 and not parallel.local_engines_only
-    rank = parallel.data_parallel_index if several else None
+    rank = None if parallel.local_engines_only else replica_of(engine_id)
     if config is None or not config.enable_kv_cache_events or config.publisher != "zmq":
         return Published(rank=rank)
     events = _reachable(config.endpoint, host, parallel.data_parallel_index)
