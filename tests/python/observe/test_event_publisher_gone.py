@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+
 import pytest
 import zmq
 from kit import BLOCK
@@ -45,6 +48,32 @@ def test_a_connection_that_breaks_and_comes_back_costs_nothing_if_no_batch_was_m
             again.send_multipart([b"", (2).to_bytes(8, "big"), batch(7)])
             eventually(lambda: subscriber.synced)
             assert (index.blocks(1), subscriber.gaps) == (4, 0)
+
+
+def test_a_publisher_is_gone_though_something_else_accepts_its_port():
+    """As a proxy does, and hangs up."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    index, endpoint = InstanceIndex(BLOCK), f"tcp://127.0.0.1:{port}"
+    with EventSubscriber(index, 1, endpoint, probe=0.1, timeout=1.0) as subscriber:
+        with Numbered(endpoint) as publisher:
+            heard(publisher, subscriber, index)
+            publisher.publish(batch(1, 2), 1)
+            eventually(lambda: index.blocks(1) == 3 and subscriber.synced)
+        with socket.create_server(("127.0.0.1", port)) as other:
+            other.settimeout(0.05)
+
+            def hangs_up():
+                with contextlib.suppress(TimeoutError):
+                    other.accept()[0].close()
+                return not index.blocks(1)
+
+            eventually(hangs_up)
+            assert not subscriber.synced
+            for _ in range(3):  # and each further attempt changes nothing
+                other.settimeout(DEADLINE)
+                other.accept()[0].close()
+        assert subscriber.gaps == 1
 
 
 def test_the_most_blocks_are_counted_and_checked(tmp_path):

@@ -29,6 +29,7 @@ class ConnectionWatch:
         socket.setsockopt(zmq.HEARTBEAT_IVL, _PING_MS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _PONG_MS)
         self.socket = socket.get_monitor_socket(_EVENTS)
+        self._stands = False
         self._lost_at: float | None = None
 
     @property
@@ -37,12 +38,18 @@ class ConnectionWatch:
         return 0.0 if self._lost_at is None else time.monotonic() - self._lost_at
 
     def take(self) -> bool:
-        """Takes what has happened. Returns whether the connection broke meanwhile; it may stand again."""
+        """Takes what has happened. Returns whether the connection broke meanwhile; it may stand again.
+
+        Something else may accept connections in the publisher's place and close them (a proxy, say). Each such attempt
+        ends with a "disconnected", too, though nothing stood since the connection broke.
+        """
         broke = False
         while self.socket.poll(0):
-            lost = recv_monitor_message(self.socket)["event"] == zmq.EVENT_DISCONNECTED
-            broke = broke or lost
-            self._lost_at = time.monotonic() if lost else None
+            if recv_monitor_message(self.socket)["event"] != zmq.EVENT_DISCONNECTED:
+                self._stands, self._lost_at = True, None
+            elif self._stands:
+                broke = True
+                self._stands, self._lost_at = False, time.monotonic()
         return broke
 
     def forgotten(self) -> None:
