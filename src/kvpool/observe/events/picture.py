@@ -11,10 +11,13 @@ short meanwhile, and the work for a block does not grow with its prompt.
 
 Invariants
   V1  A block is live if and only if it is in some medium, the block before it is live or it is the first of its prompt,
-      and only tokens and namespace distinguish it from others. Between two batches the index holds exactly the told
-      blocks. A told block is live, and so is the block before it told. After `catch_up` all live blocks are told.
+      and only tokens and namespace distinguish it from others. Between two batches the index holds exactly the paths
+      of the told blocks. A told block is live, and so is the block before it told. After `catch_up` all live blocks
+      are told.
   V2  A block that is in no medium and has no block after it is not kept.
   V3  Between two batches there are at most `blocks_max` blocks. `_ends` has exactly those without a block after them.
+  V4  Several blocks may have one path, that is the same tokens from the start of the prompt in one namespace: engines
+      hash more than that. `_told` counts the told blocks of each path. Behind a path of none the index has nothing.
 """
 
 from __future__ import annotations
@@ -72,6 +75,7 @@ class _Block:
         "hash",
         "live",
         "media",
+        "path",
         "rooted",
         "salt",
         "tokens",
@@ -89,6 +93,7 @@ class _Block:
         self.media: frozenset[str] = frozenset()
         self.live = False
         self.adapter = self.salt = ""  # while it is live
+        self.path = 0  # the same for all blocks of one path, and no others; while it is live
         self.depth = 0  # blocks from the start of the prompt to here; while it is live
         self.told = False
         self.untold = 0  # of these blocks, at the end, when it became live
@@ -127,6 +132,7 @@ class Picture:
         self._on_adapter = on_adapter
         self._blocks: dict[BlockHash, _Block] = {}
         self._ends: OrderedDict[BlockHash, _Block] = OrderedDict()  # stored longest ago first
+        self._told: dict[int, int] = {}  # how many told blocks a path has; from 1
         self._waiting: dict[_Block, None] = {}  # ends of paths of which the index is not told yet
         self._credit = 0  # blocks of prefixes that may be told: what new blocks have paid for
         self._sequence = 0
@@ -151,6 +157,7 @@ class Picture:
         """Forgets all blocks of the publisher."""
         self._blocks.clear()
         self._ends.clear()
+        self._told.clear()
         self._waiting.clear()
         self._target.forget(self._instance)
 
@@ -198,7 +205,7 @@ class Picture:
             block = self._named(name)
             if block.tokens is None:
                 block.tokens = event.token_ids[position * size : (position + 1) * size].tobytes()
-                block.extra = _extra(event, position)
+                block.extra = _shared(_extra(event, position), before)
                 block.rooted = before is None
                 block.before = before
                 if before is not None:
@@ -299,8 +306,10 @@ class Picture:
         block.adapter, salt = block.extra
         if before is None:
             block.salt, block.depth = salt or "", 1
+            block.path = hash((block.adapter, block.salt, block.tokens))
         else:
             block.salt, block.depth = before.salt, before.depth + 1
+            block.path = hash((before.path, block.tokens))
             if not before.told:
                 block.untold += before.untold
                 self._waiting.pop(before, None)  # it is told together with this one
@@ -319,27 +328,42 @@ class Picture:
         """Marks the block, and those behind it, as no longer live."""
         if not top.live:
             return
-        if top.told:
-            self._sequence += 1
-            removed = RemovedEvent(self._sequence, _namespace(top), _prefix(top), top.depth - 1, _NO_ADDRS)
-            self._target.apply(self._instance, removed)
-        waiting = [top]
+        waiting = [(top, False)]
         while waiting:
-            block = waiting.pop()
+            block, removed = waiting.pop()
+            if block.told and self._untell(block) and not removed:
+                self._tell_removed(block)
+                removed = True  # and all behind it
             block.live = block.told = False
             self._waiting.pop(block, None)
-            waiting += [child for child in block.after.values() if child.live]
+            waiting += [(child, removed) for child in block.after.values() if child.live]
         before = top.before
         if before is not None and before.live and not before.told:
             self._waiting[before] = None  # it waited together with this one
 
-    def _tell_stored(self, block: _Block) -> None:
+    def _untell(self, block: _Block) -> bool:
+        """A told block is no longer live. Returns whether its path has no other."""
+        left = self._told[block.path] - 1
+        if left:
+            self._told[block.path] = left
+        else:
+            del self._told[block.path]
+        return not left
+
+    def _tell_removed(self, block: _Block) -> None:
         self._sequence += 1
-        stored = StoredEvent(self._sequence, _namespace(block), _prefix(block), 0, _NO_ADDRS)
-        self._target.apply(self._instance, stored)
+        removed = RemovedEvent(self._sequence, _namespace(block), _prefix(block), block.depth - 1, _NO_ADDRS)
+        self._target.apply(self._instance, removed)
+
+    def _tell_stored(self, block: _Block) -> None:
+        if block.path not in self._told:
+            self._sequence += 1
+            stored = StoredEvent(self._sequence, _namespace(block), _prefix(block), 0, _NO_ADDRS)
+            self._target.apply(self._instance, stored)
         here: _Block | None = block
         while here is not None and not here.told:
             here.told = True
+            self._told[here.path] = self._told.get(here.path, 0) + 1
             self._waiting.pop(here, None)
             here = here.before
 
@@ -380,3 +404,8 @@ def _extra(event: BlockStored, position: int) -> _Extra | None:
     if len(keys) > 1 or not isinstance(salt, str | None) or len(adapter) + len(salt or "") > _NAMESPACE_MAX:
         return None
     return adapter, salt
+
+
+def _shared(extra: _Extra | None, before: _Block | None) -> _Extra | None:
+    """The same object as the block before has, if it is equal: kvpool names a namespace at each block of a prompt."""
+    return before.extra if before is not None and before.extra == extra else extra
