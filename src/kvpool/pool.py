@@ -173,8 +173,8 @@ class Pool(NetworkedPool):
                 the cluster has a member of this process already; an address is in use.
             DeadlineExceeded: The directory does not answer, or the name of a dead member is not free yet; or etcd lists
                 no members, and the lease for members that may be coming back has not passed.
-            ArgumentError: A wrong address, name or role; TCP without a secret; the pool has another secret than the
-                cluster.
+            ArgumentError: A wrong address, name, role or endpoint of events; TCP without a secret; the pool has another
+                secret than the cluster.
             ArgumentTypeError: A value of the wrong type.
             ClosedError, ForkError: As everywhere. After any error, pool and cluster are unchanged.
         """

@@ -27,6 +27,16 @@ _numbers = itertools.count(1)
 # ---- by name
 
 
+@pytest.mark.parametrize("field", ["events", "events_replay"])
+def test_an_endpoint_of_events_to_which_nobody_can_connect_is_refused(url, field):
+    with kvpool.Cluster.join(url) as cluster, small_pool() as pool:
+        with refused(pool, ArgumentError, "tcp://*:5557"):
+            pool.attach(cluster, name="a", **{field: "tcp://*:5557"})
+        with pytest.raises(ArgumentTypeError):
+            pool.attach(cluster, name="a", **{field: 7})
+        pool.attach(cluster, name="a", events="tcp://127.0.0.1:5557", events_replay="ipc:///tmp/replay").close()
+
+
 @pytest.mark.parametrize(
     "listen", [None, "tcp:127.0.0.1:0", "tcp:[::1]:0", ["tcp:127.0.0.1:0", "unix:@kvpool-attach-{pid}-{n}"]]
 )

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvpool import _core
 from kvpool.cluster import Cluster, Role
+from kvpool.cluster.event_endpoints import check_event_endpoint
 from kvpool.errors import ArgumentError, ArgumentTypeError, Error, StateError
 from kvpool.peers.attachment import Attachment, load_of
 from kvpool.peers.service import NetworkedPool
@@ -40,6 +41,9 @@ def attach(
     """Makes a pool a member: see `Pool.attach`. If it fails, pool and cluster are unchanged."""
     if not isinstance(cluster, Cluster):
         raise ArgumentTypeError(f"cluster must be a kvpool.Cluster, not {type(cluster).__name__}")
+    for endpoint in (events, events_replay):
+        if isinstance(endpoint, str) and endpoint:  # another type is refused with the rest of the record
+            check_event_endpoint(endpoint)
     addresses = _addresses(cluster, listen)
     if cluster.secret and pool.settings.secret not in ("", cluster.secret):
         raise ArgumentError(

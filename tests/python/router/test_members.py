@@ -199,9 +199,33 @@ def test_a_member_says_where_its_events_and_which_rank_it_is(url):
             assert running.states()["a-dp0"]["events"] is None
 
 
-def test_an_endpoint_that_cannot_be_is_told_and_the_member_is_not_routed_to(url):
-    with logged() as records, fakes("a") as (fake,), routing_members(url), kvpool.Cluster.join(url) as cluster:
-        cluster.register(
-            name="a", role="both", incarnation=next(incarnations), url=fake.spec.url, events="tcp://*:5557"
-        )
-        eventually(lambda: [each for each in records if each.getMessage() == "member not routed to"])
+def test_a_member_with_a_wrong_endpoint_is_told_and_routed_to_without_events(url):
+    with logged() as records, fakes("a") as (fake,), routing_members(url) as running:
+        with kvpool.Cluster.join(url) as cluster:
+            cluster.register(
+                name="a", role="both", incarnation=next(incarnations), url=fake.spec.url, events="tcp://*:5557"
+            )
+            eventually(lambda: up(running) == {"a"})
+            assert running.where("x") == "a"
+            assert running.states()["a"]["events"] is None
+    assert [each.getMessage() for each in records].count("member's events not followed") == 1
+
+
+def test_of_two_members_with_one_endpoint_one_is_followed(url):
+    """The other is routed to, and followed when the first has gone."""
+    with logged() as records, fakes("a", "b") as two, Publishing() as publisher, routing_members(url) as running:
+        with kvpool.Cluster.join(url) as one, kvpool.Cluster.join(url) as other:
+            for cluster, fake in zip((one, other), two, strict=True):
+                cluster.register(
+                    name=fake.spec.name,
+                    role="both",
+                    incarnation=next(incarnations),
+                    url=fake.spec.url,
+                    events=publisher.endpoint,
+                )
+                eventually(lambda name=fake.spec.name: name in up(running))
+            assert [running.states()[name]["events"] is None for name in ("a", "b")] == [False, True]
+            one.close()
+            eventually(lambda: running.states().keys() == {"b"} and running.states()["b"]["events"])
+    told = [each for each in records if each.getMessage() == "instance not followed"]
+    assert len(told) == 1

@@ -18,7 +18,7 @@ from kvpool.control.router.adapter_names import AdapterNames
 from kvpool.control.router.logs import event
 from kvpool.control.router.metrics import Metrics
 from kvpool.control.router.settings import EventsSpec, InstanceSpec
-from kvpool.errors import ArgumentError, Unsupported
+from kvpool.errors import ArgumentError, StateError, Unsupported
 from kvpool.index import RemovedEvent, StoredEvent
 from kvpool.policy.routing import PromptTree
 
@@ -58,6 +58,7 @@ class _Feed:
 @dataclass
 class _Followed:
     name: str
+    endpoint: str
     feed: _Feed
     subscriber: EventSubscriber
     told: set[str] = field(default_factory=set)  # faults that the log has
@@ -99,8 +100,8 @@ class Following:
     def follow(self, instance: InstanceSpec, number: int, tree: PromptTree) -> bool:
         """Follows an instance from now on, if it publishes events. Idempotent; returns whether it is followed.
 
-        False for a failure, too, which may pass (no file or thread is left): call it again after a while. One whose
-        thread has failed is forgotten and followed anew.
+        False for a failure, too, which may pass (no file or thread is left, or another instance has the endpoint): call
+        it again after a while. One whose thread has failed is forgotten and followed anew.
         """
         spec, name = self._where(instance), instance.name
         if spec is None:
@@ -118,6 +119,7 @@ class Following:
         try:
             from kvpool.observe.events import EventSubscriber
 
+            self._check_free(spec.endpoint)
             subscriber = EventSubscriber(
                 feed,
                 number,
@@ -133,7 +135,7 @@ class Following:
                 event(logging.WARNING, "instance not followed", instance=name, cause=str(error))
             return False
         self._not_followed.pop(number, None)
-        self._followed[number] = _Followed(name, feed, subscriber)
+        self._followed[number] = _Followed(name, spec.endpoint, feed, subscriber)
         return True
 
     def end(self, number: int) -> None:
@@ -184,6 +186,12 @@ class Following:
     def _where(self, instance: InstanceSpec) -> EventsSpec | None:
         """Where an instance publishes: what the operator says counts before what its member does."""
         return self._endpoints.get(instance.name, instance.events)
+
+    def _check_free(self, endpoint: str) -> None:
+        """Raises StateError if another instance is followed there: what it has cached is not this one's."""
+        other = next((each.name for each in self._followed.values() if each.endpoint == endpoint), None)
+        if other is not None:
+            raise StateError(f"the events of {endpoint} are those of instance {other}")
 
     def _count(self, followed: _Followed) -> None:
         for what, counter in (("gaps", self._metrics.events_forgotten), ("dropped", self._metrics.events_dropped)):

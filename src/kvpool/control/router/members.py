@@ -27,6 +27,7 @@ class _Followed:
     member: Member
     instance: Instance | None = None
     cause: str = ""  # that it could not
+    events_cause: str = ""  # that its events cannot be followed
 
 
 class ClusterInstances:
@@ -89,8 +90,7 @@ class ClusterInstances:
         """The member becomes an instance, unless another one has its name or URL, or they are wrong."""
         member = followed.member
         try:
-            events = EventsSpec(member.events, member.events_replay or None) if member.events else None
-            spec = InstanceSpec(member.name, member.url.rstrip("/"), member.role, member.rank, events)
+            spec = InstanceSpec(member.name, member.url.rstrip("/"), member.role, member.rank, _events_of(followed))
             followed.instance = self._add(spec)
         except ArgumentError as error:
             if str(error) != followed.cause:  # it is tried again, and told once
@@ -107,6 +107,20 @@ class ClusterInstances:
                 return  # until its requests have ended
             await self._remove(name)
         del self._followed[name]
+
+
+def _events_of(followed: _Followed) -> EventsSpec | None:
+    """Where a member publishes KV events; None for nowhere. With a wrong address it is routed to without them."""
+    member = followed.member
+    if not member.events:
+        return None
+    try:
+        return EventsSpec(member.events, member.events_replay or None)
+    except ArgumentError as error:
+        if not followed.events_cause:
+            event(logging.WARNING, "member's events not followed", member=member.name, cause=str(error))
+        followed.events_cause = str(error)
+        return None
 
 
 def _same(one: Member, other: Member) -> bool:

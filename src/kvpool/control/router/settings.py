@@ -11,6 +11,7 @@ from typing import Final, get_args
 from urllib.parse import urlsplit
 
 from kvpool.cluster import Role
+from kvpool.cluster.event_endpoints import check_event_endpoint
 from kvpool.control.reading.prompts import INLINE_BYTES
 from kvpool.control.router.budget import STREAM_BYTES, Budget
 from kvpool.errors import ArgumentError
@@ -47,14 +48,8 @@ class EventsSpec:
 
     def __post_init__(self) -> None:
         for each in (self.endpoint, self.replay):
-            if each is None:
-                continue
-            found = fullmatch(r"tcp://[^\s*]+:([0-9]{1,5})|ipc://\S+", each)
-            if found is None or not 0 < int(found[1] or 1) < 1 << 16:
-                raise ArgumentError(
-                    f"KV events of {each!r}: it must look like tcp://10.0.0.1:5557 or ipc:///path, with an address to "
-                    "connect to"
-                )
+            if each is not None:
+                check_event_endpoint(each)
 
     def of_rank(self, rank: int) -> EventsSpec:
         """Where a data-parallel rank publishes if rank 0 does so here: at a port that is higher by the rank.
