@@ -42,12 +42,26 @@ def test_long_texts_that_take_long_do_not_end_the_questions_of_others(monkeypatc
     with fakes("a") as one, routing(*one, tokenize="/tokenize", tokenize_timeout_s=0.05) as running:
         one[0].tokens_of = tokens_of
         one[0].holds_tokens = True
-        for number in range(4):
+        for number in range(5):
             running.complete(f"{number}" * 100_000)
-        assert running.metric("prompts_untokenized_total", reason="slow") == 4
+        assert running.metric("prompts_untokenized_total", reason="slow") == 3
+        assert running.metric("prompts_untokenized_total", reason="nobody") == 2, "of long texts nobody is asked now"
         one[0].holds_tokens = False
         running.complete("short")
-        assert running.metric("prompts_untokenized_total", reason="nobody") == 0
+        assert running.metric("prompts_untokenized_total", reason="nobody") == 2
+
+
+def test_the_time_for_a_text_is_bounded(monkeypatch):
+    times = []
+
+    async def refuses(*given: Any) -> Any:
+        times.append(given[-1])
+        return 400, b""
+
+    monkeypatch.setattr(upstream.Asker, "post", refuses)
+    with fakes("a") as one, routing(*one, tokenize="/tokenize", tokenize_bytes_max=1 << 20) as running:
+        running.complete("x" * 1_000_000)
+    assert times == [8]
 
 
 @pytest.mark.parametrize(("size", "times"), [(0, 1), (INLINE_BYTES, 1), (INLINE_BYTES + 1, 2), (4 * INLINE_BYTES, 4)])

@@ -31,6 +31,7 @@ from kvpool.control.router.upstream import Asker, UpstreamError
 __all__ = ["Tokenizing"]
 
 _UNABLE: Final = frozenset({404, 405, 501})
+_TIMES_MAX: Final = 8  # the timeout, however long the text is
 _SHORT_BYTES: Final = 4 << 10  # of a question that any instance can answer in time
 _ANSWER_BYTES: Final = 12  # of a token, with its comma
 _TEXT_BYTES: Final = 3  # of a token, at least, in most texts
@@ -64,7 +65,9 @@ class Tokenizing:
         self._clock = clock
         self._asker = Asker(settings.tokenize_timeout_s)
         self._long = anyio.CapacityLimiter(1)
-        self._asked: dict[tuple[int, int], TokenSource] = {}  # by the instance's number, and how often it was ejected
+        # By the instance's number, and how often it was ejected. Of long texts alone it may be too slow to tell tokens.
+        self._asked: dict[tuple[int, int], TokenSource] = {}
+        self._asked_long: dict[tuple[int, int], TokenSource] = {}
 
     async def ask(self, kind: Kind, headers: Mapping[str, str], body: bytes | bytearray) -> Tokens | None:
         """The tokens of a request's prompt; None if they are not to be had.
@@ -96,46 +99,69 @@ class Tokenizing:
         asked = await self._aside(len(body) > INLINE_BYTES, partial(question, kind, body))
         if asked is None:
             raise _NoTokensError("form")
-        instance = self._choose()
+        is_long = len(asked) > INLINE_BYTES
+        instance = self._choose(is_long)
         if instance is None:
             raise _NoTokensError("nobody")
-        began, known = self._clock(), self._of(instance)
-        known.under_way += 1
+        began = self._clock()
+        sources = self._sources(instance, is_long)
+        for known in sources:
+            known.under_way += 1
         try:
-            tokens = await self._ask(instance, known, headers, asked)
+            tokens = await self._ask(instance, sources[0], headers, asked)
         finally:
-            known.under_way -= 1
+            for known in sources:
+                known.under_way -= 1
             self._metrics.tokenizing.observe(self._clock() - began)
-        known.told()
+        for known in sources:
+            known.told()
         return tokens
 
     async def _aside(self, is_long: bool, do: Callable[[], _T]) -> _T:
         """Does it here, or in a thread if it is long."""
         return await anyio.to_thread.run_sync(do, limiter=self._long) if is_long else do()
 
-    def _choose(self) -> Instance | None:
+    def _choose(self, is_long: bool) -> Instance | None:
         """The one that is least busy, of those that are up and have not failed to tell tokens lately."""
         now = self._clock()
-        able = [each for each in self._fleet if each.in_table and self._of(each).may_be_asked(now)]
+        able = [
+            each
+            for each in self._fleet
+            if each.in_table and all(known.may_be_asked(now) for known in self._sources(each, is_long))
+        ]
         return min(able, key=lambda each: (self._of(each).under_way, each.in_flight), default=None)
 
     def _of(self, instance: Instance) -> TokenSource:
+        return self._sources(instance, False)[0]
+
+    def _sources(self, instance: Instance, is_long: bool) -> tuple[TokenSource, ...]:
+        """What is known of an instance, which must allow a question: of all texts, and of long ones."""
         key = instance.number, instance.epoch
         if key not in self._asked:
             there = {(each.number, each.epoch) for each in self._fleet}
             self._asked = {each: known for each, known in self._asked.items() if each in there}
-            self._asked[key] = TokenSource()
-        return self._asked[key]
+            self._asked_long = {each: known for each, known in self._asked_long.items() if each in there}
+            self._asked[key], self._asked_long[key] = TokenSource(), TokenSource()
+        return (self._asked[key], self._asked_long[key]) if is_long else (self._asked[key],)
 
     async def _ask(self, instance: Instance, known: TokenSource, headers: Mapping[str, str], asked: bytes) -> Tokens:
         most = len(asked) + _TEMPLATE_TOKENS  # a byte is a token at most
         try:
             status, data = await self._asker.post(
-                instance.spec, self._path, self._key(headers), asked, _ANSWER_BYTES * most, units(asked)
+                instance.spec,
+                self._path,
+                self._key(headers),
+                asked,
+                _ANSWER_BYTES * most,
+                min(units(asked), _TIMES_MAX),
             )
         except UpstreamError as error:
             slow = isinstance(error.__cause__, TimeoutError)
-            if not error.ours and not (slow and len(asked) > INLINE_BYTES):  # a long text may just take long
+            if (
+                not error.ours and slow and len(asked) > INLINE_BYTES
+            ):  # a long text may just take long: others may go on
+                self._note(instance, self._sources(instance, True)[1], asked, f"{error}, of a long text")
+            elif not error.ours:
                 # One that has answered in time before may only have been busy, or the router was.
                 sure = not known.proven and len(asked) <= _SHORT_BYTES if slow else not error.sent
                 self._note(instance, known, asked, str(error), sure=sure)
