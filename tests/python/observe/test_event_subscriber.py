@@ -16,6 +16,7 @@ from kit import BLOCK, prompt, small_pool, store
 from observe.event_kit import DEADLINE, END, QUICK, Stalled, agrees, eventually, follow, quick
 
 import kvpool
+import kvpool.observe.events.subscriber as subscriber_module
 from kvpool import DRAM, InstanceIndex
 from kvpool.observe.events import BlockStored, EventBatch, EventSubscriber, encode
 
@@ -212,6 +213,31 @@ def heard(publisher, subscriber, index, number=0):
         return index.blocks(1)
 
     eventually(holds)
+
+
+def test_the_end_of_a_long_prompt_is_told_though_messages_never_pause(tmp_path, monkeypatch):
+    """It is less than a 32nd of its prompt, so it waits."""
+    monkeypatch.setattr(subscriber_module, "_UNSYNCED_WAIT", 3600.0)  # no pause is long enough
+    index, endpoint = InstanceIndex(BLOCK), f"ipc://{tmp_path}/events"
+    blocks = 2001
+    tokens = prompt(blocks, 7)
+    with EventSubscriber(index, 1, endpoint, probe=3600) as subscriber, Numbered(endpoint) as publisher:
+        heard(publisher, subscriber, index)
+        numbers = iter(range(1, 1 << 30))
+
+        def told_of(first, end):
+            names = [1000 + at for at in range(first, end)]
+            event = BlockStored(names, 999 + first if first else None, tokens[first * BLOCK : end * BLOCK], BLOCK)
+            publisher.publish(encode(EventBatch(0.0, [event])), next(numbers))
+
+        told_of(0, blocks - 1)
+        told_of(blocks - 1, blocks)
+
+        def holds():
+            publisher.publish(batch(99), next(numbers))
+            return dict(index.match(tokens)).get(1) == blocks * BLOCK
+
+        eventually(holds)
 
 
 def test_a_publisher_that_is_gone_is_noticed_and_another_one_in_its_place_is_not_taken_for_it(tmp_path):

@@ -226,6 +226,16 @@ def test_an_adapter_is_a_namespace_that_no_salt_and_no_other_adapter_has():
     assert told(index, tokens, adapter_namespace("a", "salt")) == index.blocks(1) * BLOCK == 2 * BLOCK
 
 
+def test_blocks_of_one_namespace_share_its_text():
+    _, held = picture()
+    for name in range(1, 4):  # kvpool names it at each block; a text of each message
+        salt = "".join(["a long", " salt"])
+        held.apply([block(name, name - 1 if name > 1 else None, extra_keys=[[salt]])])
+    assert len({id(each.extra) for each in held._blocks.values()}) == 1
+    held.apply([block(9, extra_keys=[["x" * 5000]])])
+    assert held._blocks[9].extra is None, "a namespace that is too long is not kept"
+
+
 def test_blocks_with_equal_tokens_and_other_content_are_no_hits():
     """Pictures in a prompt; a salt and an adapter at once; an adapter that is a number."""
     for fields in (

@@ -6,8 +6,8 @@ told of those whose whole prefix is stored.
 
 An index takes whole prefixes, so telling it of the end of a prompt costs as much as the prompt is long. Therefore the
 index is told of new blocks only when they are at least a 32nd of their prefix. The others wait for the next such block,
-or for `catch_up`, which a subscriber calls when nothing else is to be done. So what is matched is at most a 32nd too
-short meanwhile, and the work for a block does not grow with its prompt.
+or for `catch_up`, which a subscriber calls when nothing else is to be done, and ten times a second if that is never. So
+what is matched is at most a 32nd too short meanwhile, and the work for a block does not grow with its prompt.
 
 Invariants
   V1  A block is live if and only if it is in some medium, the block before it is live or it is the first of its prompt,
@@ -25,12 +25,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from functools import lru_cache
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, Protocol
 
 import numpy as np
 
 from kvpool.index import RemovedEvent, StoredEvent
-from kvpool.index.adapters import ADAPTER_MARK, adapter_namespace
+from kvpool.index.adapters import adapter_namespace
+from kvpool.observe.events.apart import Apart, apart, shared
 from kvpool.observe.events.wire import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, WireEvent
 
 __all__ = ["BLOCKS_MAX", "FollowsEvents", "Picture"]
@@ -40,13 +41,9 @@ BLOCKS_MAX: Final = 1 << 18  # some 200 MiB with blocks of 16 tokens
 _NO_ADDRS: Final = np.empty(0, np.uint64)  # the addresses of another process mean nothing here
 _UNSAID: Final = "?"  # the medium of a publisher that names none
 _MEDIA_MAX: Final = 8  # of a block
-_NAMESPACE_MAX: Final = 4096  # characters
 _STRIDE: Final = 32  # a path is told when its untold end is at least this part of it
 _DROP_PART: Final = 64  # of the most blocks: so many are dropped at once, so that long prompts are sunk in one go
 _CATCH_UP_BLOCKS: Final = 1 << 16  # of work in one call of `catch_up`: milliseconds
-
-
-_Extra: TypeAlias = tuple[str, str | None]
 
 
 class FollowsEvents(Protocol):
@@ -89,7 +86,7 @@ class _Block:
         self.rooted = False
         self.after: dict[BlockHash, _Block] = {}
         self.tokens: bytes | None = None  # int32; a copy, which keeps no message alive
-        self.extra: _Extra | None = None
+        self.extra: Apart | None = None
         self.media: frozenset[str] = frozenset()
         self.live = False
         self.adapter = self.salt = ""  # while it is live
@@ -205,7 +202,7 @@ class Picture:
             block = self._named(name)
             if block.tokens is None:
                 block.tokens = event.token_ids[position * size : (position + 1) * size].tobytes()
-                block.extra = _shared(_extra(event, position), before)
+                block.extra = shared(apart(event, position), None if before is None else before.extra)
                 block.rooted = before is None
                 block.before = before
                 if before is not None:
@@ -387,25 +384,3 @@ def _only(medium: str) -> frozenset[str]:
 
 def _namespace(block: _Block) -> str:
     return adapter_namespace(block.adapter, block.salt)
-
-
-def _extra(event: BlockStored, position: int) -> _Extra | None:
-    """What an event says of one of its blocks beside its tokens.
-
-    kvpool names a namespace as an extra key, vLLM an adapter beside each block and a salt beside the first one, SGLang
-    a salt in a field.
-    """
-    adapter, keys = event.lora_name or "", list(event.extra_keys[position] or ()) if event.extra_keys else []
-    if (event.lora_id is not None and not adapter) or ADAPTER_MARK in adapter:
-        return None  # a number that another publisher may give to another adapter, or a name that no namespace can hold
-    if adapter and keys and keys[0] == adapter:
-        del keys[0]
-    salt = keys[0] if keys else event.cache_salt
-    if len(keys) > 1 or not isinstance(salt, str | None) or len(adapter) + len(salt or "") > _NAMESPACE_MAX:
-        return None
-    return adapter, salt
-
-
-def _shared(extra: _Extra | None, before: _Block | None) -> _Extra | None:
-    """The same object as the block before has, if it is equal: kvpool names a namespace at each block of a prompt."""
-    return before.extra if before is not None and before.extra == extra else extra

@@ -33,6 +33,7 @@ _MESSAGE_BYTES_MAX: Final = 256 << 20  # ZMQ gives up the connection for good ab
 _BATCH_BYTES_MAX: Final = 16 << 20  # some two million tokens; reading one takes a second or more
 _REPLAY_SECONDS_MAX: Final = 120.0
 _UNSYNCED_WAIT: Final = 0.05  # seconds between two checks for a publisher
+_TELL_S: Final = 0.1  # between two calls of the picture's `catch_up` while messages never pause
 _SYNC_S: Final = 30.0  # default timeout of wait_synced
 
 
@@ -99,6 +100,7 @@ class EventSubscriber:
         self._of_others = 0
         self._probe = probe
         self._asked_at = -math.inf  # by the monotonic clock
+        self._told_at = -math.inf
         self._timeout = timeout
         self._picture = Picture(
             _Lasting(index) if isinstance(index, InstanceIndex) else index, instance, size, blocks_max, on_adapter
@@ -239,8 +241,9 @@ class EventSubscriber:
                 soon = not (self._synced and self._picture.is_caught_up)
                 wait = min(self._probe, _UNSYNCED_WAIT) if soon else self._probe
                 ready = [socket for socket, _ in poller.poll(max(1, int(wait * 1000)))]
-                if not ready:
+                if not ready or time.monotonic() - self._told_at >= _TELL_S:
                     self._picture.catch_up()
+                    self._told_at = time.monotonic()
                 self._look_at_connection()
                 if self._subscription in ready:
                     self._take(self._subscription.recv_multipart())
