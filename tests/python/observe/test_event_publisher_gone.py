@@ -76,6 +76,15 @@ def test_a_publisher_is_gone_though_something_else_accepts_its_port():
         assert subscriber.gaps == 1
 
 
+def test_a_huge_message_is_not_taken_into_memory(tmp_path):
+    index, endpoint = InstanceIndex(BLOCK), f"ipc://{tmp_path}/events"
+    with EventSubscriber(index, 1, endpoint, probe=0.1, timeout=0.2) as subscriber, Numbered(endpoint) as publisher:
+        heard(publisher, subscriber, index)
+        publisher.publish(bytes(33 << 20), 1)
+        eventually(lambda: not index.blocks(1))
+        assert (subscriber.malformed, subscriber.synced) == (0, False), "the connection has ended"
+
+
 def test_the_most_blocks_are_counted_and_checked(tmp_path):
     index, endpoint = InstanceIndex(BLOCK), f"ipc://{tmp_path}/events"
     with pytest.raises(ArgumentError, match="blocks_max"):

@@ -115,6 +115,8 @@ def test_names_are_bounded_and_namespaces_tell_them_apart():
         assert name not in names
     names.add("sql")
     assert names.namespace("sql", "s") == adapter_namespace("sql", "s") != names.namespace("m", "s")
+    assert names.namespace("base:sql", "s") == adapter_namespace("sql", "s")  # as SGLang's requests
+    assert names.namespace("sql:base", "s") == "s"
     assert names.namespace(None, "s") == names.namespace("m", "s") == "s"
     salts = ["", "s", "\x1f", "\x1fsql\x1f", "\x1f\x1fsql\x1f"]
     assert len({names.namespace(model, salt) for model in ("m", "sql") for salt in salts}) == 2 * len(salts)

@@ -44,7 +44,9 @@ class AdapterNames:
             self._names.pop(name, None)
 
     def namespace(self, model: str | None, salt: str) -> str:
-        """That of a request's prompt in KV events."""
+        """That of a request's prompt in KV events. SGLang's requests name an adapter behind its model: base:adapter."""
+        if model is not None and model not in self:
+            model = model.partition(":")[2]
         return adapter_namespace(model if model is not None and model in self else "", salt)
 
 

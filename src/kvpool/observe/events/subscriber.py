@@ -29,7 +29,8 @@ _log = logging.getLogger("kvpool.events")
 
 _REPLAY_END: Final = (1 << 64) - 1  # -1 in 64 bits
 _NUMBERS: Final = 1 << 63  # of batches are below it: publishers count in signed numbers
-_MESSAGE_BYTES_MAX: Final = 256 << 20  # ZMQ gives up the connection for good above it
+_MESSAGES_WAITING_MAX: Final = 64  # beyond it they wait at the publisher, which drops them in the end: a gap
+_MESSAGE_BYTES_MAX: Final = 32 << 20  # ZMQ gives up the connection for good above it
 _BATCH_BYTES_MAX: Final = 16 << 20  # some two million tokens; reading one takes a second or more
 _REPLAY_SECONDS_MAX: Final = 120.0
 _UNSYNCED_WAIT: Final = 0.05  # seconds between two checks for a publisher
@@ -209,6 +210,7 @@ class EventSubscriber:
     def _subscribed(self, endpoint: str) -> tuple[zmq.Socket[bytes], ConnectionWatch]:
         socket: zmq.Socket[bytes] = self._context.socket(zmq.SUB)
         watch = ConnectionWatch(socket)
+        socket.setsockopt(zmq.RCVHWM, _MESSAGES_WAITING_MAX)
         self._connect(socket, endpoint)
         return socket, watch
 
