@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from re import fullmatch
 
-from kvpool.errors import ArgumentError
+from kvpool.errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["check_event_endpoint"]
 
 
-def check_event_endpoint(endpoint: str) -> None:
-    """Raises ArgumentError for what ZMQ cannot connect to, such as an address to bind: tcp://*:5557."""
+def check_event_endpoint(endpoint: object) -> None:
+    """Raises ArgumentError for what ZMQ cannot connect to, such as an address to bind: tcp://*:5557.
+
+    ArgumentTypeError for what is no text.
+    """
+    if not isinstance(endpoint, str):
+        raise ArgumentTypeError(f"an endpoint of KV events must be a str, not {type(endpoint).__name__}")
     found = fullmatch(r"tcp://[^\s*]+:([0-9]{1,5})|ipc://\S+", endpoint)
     if found is None or not 0 < int(found[1] or 1) < 1 << 16:
         raise ArgumentError(

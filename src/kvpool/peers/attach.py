@@ -42,7 +42,7 @@ def attach(
     if not isinstance(cluster, Cluster):
         raise ArgumentTypeError(f"cluster must be a kvpool.Cluster, not {type(cluster).__name__}")
     for endpoint in (events, events_replay):
-        if isinstance(endpoint, str) and endpoint:  # another type is refused with the rest of the record
+        if endpoint:
             check_event_endpoint(endpoint)
     addresses = _addresses(cluster, listen)
     if cluster.secret and pool.settings.secret not in ("", cluster.secret):
