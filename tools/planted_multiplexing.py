@@ -74,8 +74,32 @@ MULTIPLEXING_BUGS: Final = (
         "a large prompt waits for ever, because small prompts of other models take the memory that becomes free",
         in_python(
             "policy/multiplexing/adbs.py",
+            'if verdict == "memory" and (phase == "decode" or',
+            'if verdict == "memory" and phase == "decode" and (phase == "decode" or',
+        ),
+        _SCHEDULERS,
+        build="python",
+    ),
+    Bug(
+        "memory-is-not-kept-for-a-decode",
+        "policy",
+        "a decode with large blocks waits for ever, because prompts of other models take the memory that becomes free",
+        in_python(
+            "policy/multiplexing/adbs.py",
+            'if verdict == "memory" and (phase == "decode" or',
             'if verdict == "memory" and phase == "prefill" and (',
-            'if verdict == "" and phase == "prefill" and (',
+        ),
+        _SCHEDULERS,
+        build="python",
+    ),
+    Bug(
+        "scheduler-without-limits",
+        "policy",
+        "a scheduler starts what admission refuses, at each step anew",
+        in_python(
+            "policy/multiplexing/resources.py",
+            "return room if model.limit is None else max(0, min(room, model.limit - model.used - taken))",
+            "return room",
         ),
         _SCHEDULERS,
         build="python",

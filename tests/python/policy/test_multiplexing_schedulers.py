@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvpool import ArgumentError, ArgumentTypeError
 from kvpool.policy import multiplexing as mux
-from kvpool.policy.multiplexing import Job, ModelQueues, State, Turns, Waiting
+from kvpool.policy.multiplexing import Job, ModelQueues, State, Turns, Use, Waiting
 
 PLAIN = mux.ADBS(stretch=False)
 
@@ -95,7 +95,10 @@ def test_a_quota_holds_prompts_back_but_not_what_already_runs():
     assert job.requests == ("ad0",)
     assert PLAIN.step(State([model("a", [], [3], **full)], 2)) == []
     assert names(PLAIN.step(State([model("a", [80], quota=50)], 100))) == [("a", "prefill")]  # alone, beyond its quota
-    assert PLAIN.step(State([model("a", [80], quota=50, used=1)], 100)) == []
+    pinned = model("a", [80], quota=50, used=1)
+    assert names(PLAIN.step(State([pinned], 100))) == [("a", "prefill")]  # what is pinned holds nothing back
+    assert names(PLAIN.step(State([model("a", [80], [0], quota=50, used=1)], 100))) == [("a", "decode")]
+    assert PLAIN.step(State([pinned], 100, (Job("a", "decode", (), 0.1),))) == []
 
 
 def test_a_reserve_is_used_before_what_all_can_have():
@@ -105,6 +108,55 @@ def test_a_reserve_is_used_before_what_all_can_have():
     after = mux.started(state, jobs)
     assert (after.available, after.models[0].reserved, after.models[0].used) == (10, 0, 60)
     assert PLAIN.step(replace(after, running=())) == []  # b's 15 do not fit into the 10 that are left
+
+
+def waited(model_name, phase):
+    return Turns(passed={(model_name, phase): 99})
+
+
+def test_a_decode_that_waits_for_memory_keeps_it_from_others():
+    """Found by an example: b's small prompts took each unit that became free, and a's larger block never came."""
+    models = [model("a", [2], [8]), model("b", [4], [2, 0]), model("c", [4], [], reserved=4)]
+    state = State(models, 6)
+    assert names(PLAIN.step(state))[0] == ("a", "prefill")
+    kept = replace(state, turns=waited("a", "decode"))
+    assert PLAIN.step(kept) == [Job("c", "prefill", ("cp0",), 0.6), Job("b", "decode", ("bd1",), 0.2)]
+    assert names(PLAIN.step(replace(kept, available=8)))[0] == ("a", "decode")
+    stands = replace(kept, models=[models[0], model("b", [4], [2])])
+    assert names(PLAIN.step(stands)) == [("b", "decode")]  # nothing else frees any
+    assert PLAIN.step(replace(stands, running=(Job("b", "prefill", (), 0.1),))) == []
+    lonely = replace(kept, models=[models[0], model("b", [4])])
+    assert PLAIN.step(lonely) == []
+    assert mux.preemption(lonely).model == "a"
+
+
+def test_a_model_at_its_limit_keeps_nothing_from_others():
+    models = [model("a", [1], [8], limit=20, used=16), model("b", [4], [0])]
+    state = State(models, 50, turns=waited("a", "decode"))
+    assert names(PLAIN.step(state)) == [("b", "prefill"), ("b", "decode")]
+    below = replace(state, models=[model("a", [], [8], limit=24, used=16), models[1]])
+    assert names(PLAIN.step(below))[0] == ("a", "decode")
+    prompts = [model("a", [3, 3, 3], limit=20, used=13), models[1]]
+    assert PLAIN.step(State(prompts, 50))[0].requests == ("ap0", "ap1")
+
+
+def test_a_prompt_that_waits_for_memory_leaves_others_their_reserves():
+    models = [model("a", [90]), model("b", [10, 5], [0], reserved=12, used=3)]
+    state = State(models, 50, turns=waited("a", "prefill"))
+    assert PLAIN.step(state)[0] == Job("b", "prefill", ("bp0",), 0.6)
+
+
+def test_a_prompt_that_no_state_could_hold_is_reported_and_passed_over():
+    tier = mux.Tier(100, {"a": mux.QuotaRule(), "b": mux.QuotaRule(reserve=30), "c": mux.QuotaRule(limit=40)})
+    assert [tier.most(name) for name in "abc"] == [70, 100, 40]
+    with pytest.raises(ArgumentError, match="'d'"):
+        tier.most("d")
+    models = [model("a", [71, 5], limit=70), model("b", [4], [0])]
+    state = State(models, 60, turns=waited("a", "prefill"))
+    assert mux.misfits(state) == [("a", "ap0")]
+    assert PLAIN.step(state)[0] == Job("a", "prefill", ("ap1",), 0.6)
+    only = replace(state, models=[model("a", [71], limit=70), models[1]])
+    assert names(PLAIN.step(only)) == [("b", "prefill"), ("b", "decode")]
 
 
 def test_compute_that_nobody_waits_for_is_divided():
@@ -151,12 +203,16 @@ def test_round_robin_gives_each_model_one_job_and_waits_for_whose_turn_it_is():
 
 
 class Engine:
-    """Runs what a scheduler says, on a clock of its jobs; requests grow, end and free their units."""
+    """Runs what a scheduler says, on a clock of its jobs; requests grow, end and leave their units as a cache.
 
-    def __init__(self, seed, scheduler, models, capacity):
+    Each growth goes through `reclaim`, which raises OutOfQuota for what a scheduler should not have started.
+    """
+
+    def __init__(self, seed, scheduler, models, capacity, rules=None):
         self.dice = Random(seed)
         self.scheduler = scheduler
-        self.capacity = capacity
+        self.tier = mux.Tier(capacity, rules or {name: mux.QuotaRule() for name in models})
+        self.block = {name: self.dice.choice([1, 1, 8]) for name in models}  # units of a block of tokens
         self.now = 0.0
         self.ends = []  # (time, job)
         self.held = {name: {} for name in models}  # active units by request
@@ -177,15 +233,28 @@ class Engine:
     def state(self):
         models = []
         for name in self.held:
-            steps = [each._replace(units=int(self.left[each.request] % 4 == 0)) for each in self.decode[name]]
+            block = self.block[name]
+            steps = [each._replace(units=block * (self.left[each.request] % 4 == 0)) for each in self.decode[name]]
             prefill_share, decode_share = self.shares[name]
-            used = sum(self.held[name].values())
+            used = self.tier.uses[name].active
+            reserved = max(0, self.tier.rules[name].reserve - used)
             models.append(
-                ModelQueues(name, tuple(self.prefill[name]), tuple(steps), self.quota, used, 0, prefill_share,
-                            decode_share, decode_batch=16)
+                ModelQueues(name, tuple(self.prefill[name]), tuple(steps), self.quota, used, reserved, prefill_share,
+                            decode_share, decode_batch=16, limit=self.tier.most(name))
             )  # fmt: skip
-        free = self.capacity - sum(model.used for model in models)
-        return State(models, free, tuple(job for _, job in self.ends), self.turns)
+        return State(models, self.tier.capacity - self.tier.committed, tuple(job for _, job in self.ends), self.turns)
+
+    def grow(self, name, units):
+        uses = dict(self.tier.uses)
+        for eviction in mux.reclaim(self.tier, name, units).evictions:
+            use = uses[eviction.model]
+            uses[eviction.model] = Use(use.active, use.historical - eviction.units)
+        uses[name] = Use(uses[name].active + units, uses[name].historical)
+        self.tier = replace(self.tier, uses=uses)
+
+    def shrink(self, name, units):
+        active, historical = self.tier.uses[name]
+        self.tier = self.tier.with_use(name, Use(active - units, historical + units))
 
     def turn(self):
         """One step, then the job that ends first; False if nothing runs and nothing starts."""
@@ -199,6 +268,7 @@ class Engine:
             units = {
                 each.request: each.units for each in state.models[list(self.held).index(job.model)].queue(job.phase)
             }
+            self.grow(job.model, sum(units[request] for request in job.requests))
             for request in job.requests:
                 self.held[job.model][request] = self.held[job.model].get(request, 0) + units[request]
             waiting = self.prefill if job.phase == "prefill" else self.decode
@@ -213,7 +283,7 @@ class Engine:
         for request in job.requests:
             self.left[request] -= 1
             if self.left[request] <= 0:
-                del self.held[job.model][request]
+                self.shrink(job.model, self.held[job.model].pop(request))
                 self.served += 1
             else:
                 self.decode[job.model].append(Waiting(request, 0, self.now))
@@ -226,6 +296,7 @@ class Engine:
             return False
         (request,) = advice.requests
         units = self.held[advice.model].pop(request)
+        self.shrink(advice.model, units)
         self.decode[advice.model] = [each for each in self.decode[advice.model] if each.request != request]
         self.prefill[advice.model].insert(0, Waiting(request, units, self.now))
         return True
@@ -245,8 +316,9 @@ SCHEDULERS = [mux.ADBS(), PLAIN, mux.FCFS(), mux.RoundRobin()]
 @settings(max_examples=8)
 @given(st.integers(0, 2**32))
 def test_every_request_ends_in_a_made_up_run(scheduler, seed):
-    engine = Engine(seed, scheduler, "abcd", 400)
     dice = Random(seed)
+    rules = {name: mux.QuotaRule(dice.randrange(60), dice.choice([None, 100, 150])) for name in "abcd"}
+    engine = Engine(seed, scheduler, "abcd", 400, rules)
     for _ in range(60):
         engine.arrive(dice.choice("aaabbcd"), dice.randint(1, 60), dice.randint(1, 8))
         engine.turn()
@@ -271,6 +343,23 @@ def test_no_queue_waits_for_more_than_two_rounds(seed, stretch):
         assert engine.turn()
         for (_, phase), jobs in engine.turns.passed.items():
             assert jobs <= (2 * 8 if phase == "decode" else 2 * 4)
+
+
+@settings(max_examples=10)
+@given(st.integers(0, 2**32))
+def test_large_blocks_get_their_memory_although_small_prompts_keep_coming(seed):
+    engine = Engine(seed, mux.ADBS(), "ab", 100)
+    engine.quota = 70
+    engine.block = {"a": 8, "b": 1}
+    for _ in range(2):
+        engine.arrive("a", 16, 9)
+    for _ in range(200):
+        while len(engine.prefill["b"]) < 4:
+            engine.arrive("b", 4, 17)
+        engine.turn()
+        if not any(request[0] == "a" for request in engine.left if engine.left[request] > 0):
+            return
+    pytest.fail("a never ended")
 
 
 @settings(max_examples=10)
@@ -325,6 +414,8 @@ def test_a_share_is_above_0_and_at_most_1(share):
         (lambda: model("a", decode_batch=0), "decode_batch"),
         (lambda: mux.started(State([model("a", [1])], 1), [Job("b", "prefill", ("ap0",), 0.5)]), "'b'"),
         (lambda: mux.started(State([model("a", [1])], 1), [Job("a", "prefill", ("x",), 0.5)]), "do not wait"),
+        (lambda: mux.started(State([model("a", [1])], 1), [Job("a", "prefill", ("ap0", "ap0"), 0.5)]), "one twice"),
+        (lambda: model("a", limit=-1), "limit"),
     ],
 )
 def test_bad_states_are_refused(make, match):

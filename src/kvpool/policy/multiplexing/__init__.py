@@ -11,6 +11,7 @@
     fairness                    eq. 2, over backlogged models
     ADBS, FCFS, RoundRobin      step(state) -> [Job(model, phase, requests, share)]
     State, ModelQueues, Waiting what they see; `started` is the state after a step
+    misfits                     prompts that an engine should refuse: no scheduler can start them
     preemption                  whose request an engine should stop when nothing can go on
     ServedModel, Machines       models with their workloads, and the GPUs; `place` and `candidates` are Alg. 1 and 2
     CostTiming, FittedTiming    t(share, batch, length), from a cost model or from measurements
@@ -44,7 +45,7 @@ from kvpool.policy.multiplexing.estimate import (
     estimate_unit,
 )
 from kvpool.policy.multiplexing.filling import level_fill, targets
-from kvpool.policy.multiplexing.jobs import Job, ModelQueues, Phase, State, Turns, Waiting, started
+from kvpool.policy.multiplexing.jobs import Job, ModelQueues, Phase, State, Turns, Waiting, misfits, started
 from kvpool.policy.multiplexing.placement import Placed, PlacedUnit, Placement, exhaustive, mesh_groups, place
 from kvpool.policy.multiplexing.tier import QuotaRule, Tier, Use
 from kvpool.policy.multiplexing.timing import BANDWIDTH_SHARE, CostTiming, FittedTiming, StepFit, StepSample, Timing
@@ -95,6 +96,7 @@ __all__ = [
     "first_quotas",
     "level_fill",
     "mesh_groups",
+    "misfits",
     "place",
     "preemption",
     "reclaim",

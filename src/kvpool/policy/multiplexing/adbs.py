@@ -1,14 +1,15 @@
 """Adaptive batch scheduling (MuxServe's Algorithm 3), with its misprints mended.
 
 A step takes prefill first, one job at a time over all models, round robin; then decode jobs of one model after the
-other, round robin, as long as compute is left. As printed it stands still in four cases; here:
+other, round robin, as long as compute is left. As printed it stands still in some cases; here:
 
   - A model whose prefill queue is empty is passed over. As printed, `prefill_waiting` stays true and decode stops.
   - A decode job that does not fit does not end the round: the next models are asked. As printed, the loop ends.
   - A prefill that waits for *memory* or for its quota holds no decode back, since only requests that end free memory.
     A prefill that waits for *compute* does: running jobs end soon, and then it has the compute that it needs.
   - A prefill that waits for memory lets the prefills of other models go before it for one round, no longer: then they
-    wait until it has started. Otherwise small prompts would take all memory that becomes free.
+    wait until it has started. Otherwise small prompts would take all memory that becomes free. A decode that waits for
+    memory keeps it from decode as well. Nobody is kept from his own reserve.
 
 No queue starves. Each counts the jobs that start while it waits (`Turns.passed`): a prefill those of other models'
 prefills, a decode all. A *round* is as many jobs as there are queues with work. A queue that has waited for a round is
@@ -19,16 +20,14 @@ Each of the other queues can go before it once more. So each has its turn after 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Literal
 
-from kvpool.policy.multiplexing.jobs import Job, Phase, State
+from kvpool.policy.multiplexing.jobs import PHASES, Job, Phase, State
 from kvpool.policy.multiplexing.resources import Resources, in_turn
 
 __all__ = ["ADBS", "preemption"]
 
-Missing = Literal["", "compute", "memory"]
-
-_PHASES: Final[tuple[Phase, ...]] = ("prefill", "decode")
+Missing = Literal["", "compute"]
 
 
 @dataclass(frozen=True)
@@ -47,41 +46,40 @@ class ADBS:
         Hand the result to `started` to have the state for the next step.
         """
         resources = Resources(state)
-        missing = self._due(state, resources)
-        if missing != "compute":
-            if missing != "memory":
-                missing = self._prefill(state, resources)
-            if missing != "compute":
+        if self._due(state, resources) != "compute" and self._prefill(state, resources) != "compute":
+            left_out = self._decode(state, resources)
+            if not resources.jobs and not state.running and resources.let_decode():
                 left_out = self._decode(state, resources)
-                if self.stretch and not left_out:
-                    resources.stretch()
+            if self.stretch and not left_out:
+                resources.stretch()
         return resources.jobs
 
     def _due(self, state: State, resources: Resources) -> Missing:
-        """Starts what has waited for a round.
+        """Starts what has waited for a round, and keeps memory for what lacks it.
+
+        For a prefill it is kept only while jobs run or decode, since these free some. For a decode it is kept anyway:
+        if nothing else can go on, then other decode may have it, and if that does not help, a request is preempted.
 
         Returns:
-            "compute" if one lacks compute: everything else waits for it. "memory" if a prefill lacks memory, which jobs
-            that run or decode will free: other prefills wait for it. "" otherwise.
+            "compute" if one lacks compute: everything else waits for it. "" otherwise.
         """
         passed = state.turns.passed
         prompts = sum([bool(model.prefill) for model in state.models])
         if not passed or max(passed.values()) < max(1, prompts - resources.prefill_runs):
             return ""  # no round is shorter
-        waiting = [(model, phase) for model in state.models for phase in _PHASES if resources.waits(model, phase)]
+        waiting = [(model, phase) for model in state.models for phase in PHASES if resources.waits(model, phase)]
         prefills = sum(phase == "prefill" for _, phase in waiting)
         round_of: dict[Phase, int] = {"prefill": prefills, "decode": len(waiting)}
         due = [each for each in waiting if passed.get((each[0].name, each[1]), 0) >= round_of[each[1]]]
-        missing: Missing = ""
         for model, phase in sorted(due, key=lambda each: -passed[each[0].name, each[1]]):
-            if phase == "prefill" and (missing == "memory" or resources.prefill_runs):
+            if phase == "prefill" and resources.prefill_runs:
                 continue
             verdict = resources.start(model, phase)
             if verdict == "compute":
                 return "compute"
-            if verdict == "memory" and phase == "prefill" and (state.running or resources.can_decode()):
-                missing = "memory"
-        return missing
+            if verdict == "memory" and (phase == "decode" or state.running or resources.can_decode()):
+                resources.keep(model, phase)
+        return ""
 
     def _prefill(self, state: State, resources: Resources) -> Missing:
         """Starts the next prefill if none runs; "compute" if it lacks that, and decode is held back for it."""

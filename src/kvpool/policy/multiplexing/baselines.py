@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
-from kvpool.policy.multiplexing.jobs import Job, ModelQueues, Phase, State
+from kvpool.policy.multiplexing.jobs import PHASES, Job, ModelQueues, Phase, State
 from kvpool.policy.multiplexing.resources import Resources, in_turn
 
 __all__ = ["FCFS", "RoundRobin"]
-
-_PHASES: Final[tuple[Phase, ...]] = ("prefill", "decode")
 
 
 @dataclass(frozen=True)
@@ -28,7 +25,7 @@ class FCFS:
         resources = Resources(state, quotas=False)
         queues: list[tuple[float, int, ModelQueues, Phase]] = []
         for at, model in enumerate(state.models):
-            for phase in _PHASES:
+            for phase in PHASES:
                 if model.queue(phase):
                     queues.append((min(each.arrived for each in model.queue(phase)), at, model, phase))
         for _, _, model, phase in sorted(queues, key=lambda queue: queue[:2]):

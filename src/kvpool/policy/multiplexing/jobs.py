@@ -10,9 +10,23 @@ from typing import Final, Literal, NamedTuple
 from kvpool.errors import ArgumentError, ArgumentTypeError
 from kvpool.policy.multiplexing.tier import known, whole
 
-__all__ = ["SHARE_STEP", "Job", "ModelQueues", "Phase", "State", "Turns", "Waiting", "share_of", "started"]
+__all__ = [
+    "PHASES",
+    "SHARE_STEP",
+    "Job",
+    "ModelQueues",
+    "Phase",
+    "State",
+    "Turns",
+    "Waiting",
+    "misfits",
+    "share_of",
+    "started",
+]
 
 Phase = Literal["prefill", "decode"]
+
+PHASES: Final[tuple[Phase, ...]] = ("prefill", "decode")
 
 SHARE_STEP: Final = 1e-9  # shares that differ by less are equal: they are sums of floats
 
@@ -62,7 +76,7 @@ class ModelQueues:
 
     Attributes:
         name: Of the model.
-        prefill: Prompts that wait, the oldest first. REQUIRES: each fits when the model is alone in the space.
+        prefill: Prompts that wait, the oldest first. Those above `limit` are passed over: see `misfits`.
         decode: Requests that are in no job and have their prompts computed, the oldest first.
         quota: Units.
         used: Active units, including those of running jobs.
@@ -71,6 +85,7 @@ class ModelQueues:
         decode_share: Compute of a decode job.
         prefill_batch: Most prompts in a job.
         decode_batch: Most requests in a job.
+        limit: Active units that it can have at most, from `Tier.most`; None: nothing bounds it.
 
     Raises:
         ArgumentError: A share is not above 0 and at most 1, or a number is negative.
@@ -87,6 +102,7 @@ class ModelQueues:
     decode_share: float = 0.5
     prefill_batch: int = 8
     decode_batch: int = 256
+    limit: int | None = None
 
     def __post_init__(self) -> None:
         share_of(self.prefill_share, f"prefill_share of {self.name!r}")
@@ -95,9 +111,15 @@ class ModelQueues:
             whole(getattr(self, what), f"{what} of {self.name!r}")
         for what in ("prefill_batch", "decode_batch"):
             whole(getattr(self, what), f"{what} of {self.name!r}", 1)
+        if self.limit is not None:
+            whole(self.limit, f"limit of {self.name!r}")
         for waiting in (self.prefill, self.decode):
             if waiting:
                 whole(min(each.units for each in waiting), f"units of a request of {self.name!r}")
+
+    def misfit(self, waiting: Waiting) -> bool:
+        """Whether a request asks for more than the model can ever have."""
+        return self.limit is not None and waiting.units > self.limit
 
     def queue(self, phase: Phase) -> Sequence[Waiting]:
         """The requests that wait for a job of this phase."""
@@ -161,6 +183,11 @@ class State:
             share_of(job.share, f"the share of a running job of {known(job.model, names)!r}")
 
 
+def misfits(state: State) -> list[tuple[str, Hashable]]:
+    """The model and name of each prompt above its model's limit: no scheduler starts it, so an engine refuses it."""
+    return [(model.name, each.request) for model in state.models for each in model.prefill if model.misfit(each)]
+
+
 def started(state: State, jobs: Sequence[Job]) -> State:
     """The state when these jobs of a step have started: their requests no longer wait, and their units are used.
 
@@ -172,8 +199,10 @@ def started(state: State, jobs: Sequence[Job]) -> State:
     for job in jobs:
         model = models[known(job.model, models)]
         waiting = {each.request: each.units for each in model.queue(job.phase)}
-        if not set(job.requests) <= set(waiting):
-            raise ArgumentError(f"a {job.phase} job of {job.model!r} has requests that do not wait for one")
+        if not set(job.requests) <= set(waiting) or len(set(job.requests)) < len(job.requests):
+            raise ArgumentError(
+                f"a {job.phase} job of {job.model!r} has requests that do not wait for one, or one twice"
+            )
         units = sum(waiting[request] for request in job.requests)
         from_reserve = min(units, model.reserved)
         available -= units - from_reserve

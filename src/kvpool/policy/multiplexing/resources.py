@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import Literal
 
-from kvpool.policy.multiplexing.jobs import SHARE_STEP, Job, ModelQueues, Phase, State, Waiting
+from kvpool.policy.multiplexing.jobs import PHASES, SHARE_STEP, Job, ModelQueues, Phase, State, Waiting
 
 __all__ = ["Resources", "Verdict", "in_turn"]
 
@@ -39,10 +40,48 @@ class Resources:
         self._available = state.available
         self._quotas = quotas
         self._taken: dict[str, int] = {}  # units of the jobs of this step, by model
+        self._kept_for: tuple[str, Phase] | None = None  # the queue that has first call on what all can have
+        self._decode_free = False
+        self._held: set[str] = set()  # models whose prompts wait until their decode has had its memory
 
-    def room(self, model: ModelQueues) -> int:
-        """Units that a model could have, whatever its quota says."""
-        return self._available + max(0, model.reserved - self._taken.get(model.name, 0))
+    def keep(self, model: ModelQueues, phase: Phase) -> None:
+        """Keeps the memory that all can have for a queue that lacks it; others go on within their reserves.
+
+        A prefill keeps it from prefills, a decode from all. What a model lacks only because of its limit is kept from
+        its own prompts alone: neighbours could not help it. Of several queues the first counts, a decode before a
+        prefill.
+        """
+        units = next((each.units for each in model.queue(phase) if not model.misfit(each)), 0)
+        if phase == "decode":
+            self._held.add(model.name)
+        first = self._kept_for is None or (self._kept_for[1] == "prefill" and phase == "decode")
+        if first and units <= self._limit_left(model):
+            self._kept_for = (model.name, phase)
+
+    def let_decode(self) -> bool:
+        """Lets all decode have what is kept for one; False if nothing is. Prompts still wait."""
+        kept = self._kept_for is not None and self._kept_for[1] == "decode"
+        self._decode_free |= kept
+        return kept
+
+    def room(self, model: ModelQueues, phase: Phase) -> int:
+        """Units that a job could have within the model's limit, whatever its quota says."""
+        if phase == "prefill" and model.name in self._held:
+            return 0
+        taken = self._taken.get(model.name, 0)
+        room = max(0, model.reserved - taken)
+        if self._may_share(model, phase):
+            room += self._available
+        return room if model.limit is None else max(0, min(room, model.limit - model.used - taken))
+
+    def _may_share(self, model: ModelQueues, phase: Phase) -> bool:
+        """Whether a queue may have what all can have."""
+        if self._kept_for is None or self._kept_for == (model.name, phase):
+            return True
+        return phase == "decode" and (self._decode_free or self._kept_for[1] == "prefill")
+
+    def _limit_left(self, model: ModelQueues) -> float:
+        return inf if model.limit is None else model.limit - model.used - self._taken.get(model.name, 0)
 
     def suffices(self, model: ModelQueues, phase: Phase) -> bool:
         """Whether there is compute for a job of this phase."""
@@ -58,7 +97,10 @@ class Resources:
             return "empty", []
         chosen = self._prompts(model) if phase == "prefill" else self._steps(model)
         if not chosen:
-            return ("memory" if model.queue(phase)[0].units > self.room(model) else "quota"), []
+            oldest = next((each for each in model.queue(phase) if not model.misfit(each)), None)
+            if oldest is None:
+                return "empty", []
+            return ("memory" if oldest.units > self.room(model, phase) else "quota"), []
         return ("started" if self.suffices(model, phase) else "compute"), chosen
 
     def start(self, model: ModelQueues, phase: Phase, share: float = 0.0) -> Verdict:
@@ -100,19 +142,26 @@ class Resources:
     def _prompts(self, model: ModelQueues) -> list[Waiting]:
         """Prompts from the front, as long as memory and quota suffice: none overtakes another of its model.
 
-        A model that uses nothing may begin one prompt beyond its quota: it would never run otherwise.
+        Misfits are passed over. Where nothing of the model runs or decodes, one prompt may begin beyond the quota: it
+        would never run otherwise. What the model uses is pinned then, and no job of it frees any.
         """
-        room = self.room(model)
+        room = self.room(model, "prefill")
         left = min(room, self._quota_left(model)) if self._quotas else room
         chosen: list[Waiting] = []
-        for each in model.prefill[: model.prefill_batch]:
+        for each in model.prefill:
+            if model.misfit(each):
+                continue
+            if not chosen and each.units > left and each.units <= room and self._rests(model):
+                return [each]
             left -= each.units
-            if left < 0:
+            if left < 0 or len(chosen) == model.prefill_batch:
                 break
             chosen.append(each)
-        if not chosen and not model.used and not self._taken.get(model.name) and model.prefill[0].units <= room:
-            return [model.prefill[0]]
         return chosen
+
+    def _rests(self, model: ModelQueues) -> bool:
+        """Whether nothing of a model runs, starts in this step, or waits to decode."""
+        return not model.decode and not any((model.name, phase) in self._busy for phase in PHASES)
 
     def _steps(self, model: ModelQueues) -> list[Waiting]:
         """Requests for which memory and quota suffice; one that does not fit holds nobody back.
@@ -120,7 +169,7 @@ class Resources:
         If none fits into the quota, the oldest for which there is memory goes on beyond it: requests free their blocks
         when they end, so a model that stood still at its quota would stand for ever.
         """
-        room = self.room(model)
+        room = self.room(model, "decode")
         left = min(room, self._quota_left(model)) if self._quotas else room
         waiting = model.decode[: model.decode_batch] if len(model.decode) > model.decode_batch else model.decode
         if sum([each.units for each in waiting]) <= left:

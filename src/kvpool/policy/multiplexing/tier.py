@@ -136,6 +136,16 @@ class Tier:
         """The target of a model."""
         return self.quotas.get(model, self.rules[model].reserve)
 
+    def most(self, model: str) -> int:
+        """Active units that a model can have at most: its limit, and what the others' reserves leave.
+
+        Raises:
+            ArgumentError: The model is unknown.
+        """
+        rule = self.rules[known(model, self.rules)]
+        others = sum(each.reserve for name, each in self.rules.items() if name != model)
+        return min(rule.limit_of(self.capacity), self.capacity - others)
+
     def with_rule(self, model: str, rule: QuotaRule) -> Tier:
         """With a new model, or another rule for one.
 
