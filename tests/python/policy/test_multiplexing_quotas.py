@@ -213,6 +213,10 @@ def test_a_limit_counts_historical_units_and_own_cache_makes_room_below_it():
         mux.admit(tier, "a", 31)
     assert caught.value.limit == 50
     assert isinstance(caught.value, OutOfBlocks)
+    lowest = tier.with_rule("a", QuotaRule(limit=10))
+    mux.admit(lowest, "a", 0)  # nothing more: whatever is active may stay
+    with pytest.raises(OutOfQuota):
+        mux.admit(lowest, "a", 1)
     lowered = tier.with_rule("a", QuotaRule(limit=30))
     assert mux.reclaim(lowered, "a", 5) == (0, (mux.Eviction("a", 25, 0),))  # 20 beyond the new limit go as well
 
@@ -236,12 +240,12 @@ def test_quotas_follow_use_and_backlog_and_keep_still_for_little():
     first = mux.first_quotas(1000, rules, {"a": 500.0, "b": 1500.0})
     assert first.units == {"a": 250, "b": 750}
     still = mux.adapt(first, 1000, rules, {"a": Seen(500), "b": Seen(1490)}, 10.0)
-    assert still.units is first.units
+    assert still.units == first.units
     moved = mux.adapt(first, 1000, rules, {"a": Seen(200, 1300), "b": Seen(300)}, 10.0)  # half: 350 + 650, 900
     assert moved.units == {"a": 526, "b": 474}
     assert moved.trends["a"] == (350.0, 650.0)
     idle = mux.adapt(moved, 1000, rules, {}, 1e9)
-    assert idle.units is moved.units
+    assert idle.units == moved.units
 
 
 def test_quotas_never_drift_however_often_they_change():
@@ -307,6 +311,9 @@ def test_a_weight_is_a_finite_number_above_0(weight):
         QuotaRule(weight=weight)
 
 
+FIRST = mux.first_quotas(100, {"a": QuotaRule()}, {"a": 1.0})
+
+
 @pytest.mark.parametrize(
     ("make", "match"),
     [
@@ -324,6 +331,13 @@ def test_a_weight_is_a_finite_number_above_0(weight):
         (lambda: mux.first_quotas(10, {"a": QuotaRule()}, {"a": 0.0}), "rates are 0"),
         (lambda: mux.demand(nan, 1, 1), "rate"),
         (lambda: mux.demand(1, 0, 1), "tokens"),
+        (lambda: mux.demand(1e300, 1e300, 1), "demand"),
+        (lambda: mux.demand(10**400, 1, 1), "rate"),
+        (lambda: mux.targets(10, {"a": QuotaRule(6), "b": QuotaRule(5)}, {}), "reserves are 11"),
+        (lambda: mux.first_quotas(10, {"a": QuotaRule(11)}, {"a": 1.0}), "reserves are 11"),
+        (lambda: mux.adapt(FIRST, 100, {"a": QuotaRule(101)}, {}, 1.0), "reserves are 101"),
+        (lambda: mux.adapt(FIRST, 0, {"a": QuotaRule()}, {}, 1.0), "capacity"),
+        (lambda: mux.adapt(FIRST, -5, {"a": QuotaRule()}, {"a": Seen(1)}, 1.0), "capacity"),
         (lambda: mux.Adaptation(half_life_s=0), "half_life_s"),
         (lambda: mux.Adaptation(band=1.0), "band"),
         (lambda: mux.fairness({"a": Use()}, {"a": 0.0}, {"a"}), "demand"),
@@ -339,8 +353,27 @@ def test_bad_values_are_refused(make, match):
         make()
 
 
+def test_values_do_not_change_with_the_dicts_that_they_were_made_from():
+    rules, uses, units = {"a": QuotaRule(5)}, {"a": Use(1)}, {"a": 50}
+    tier, quotas = Tier(50, rules, uses, units), mux.first_quotas(50, rules, {"a": 1.0})
+    rules["a"] = QuotaRule(60)
+    rules["b"] = QuotaRule()
+    uses["a"], units["a"] = Use(70), 70
+    assert (tier.committed, tier.quota("a"), list(tier.rules), list(quotas.rules)) == (5, 50, ["a"], ["a"])
+    adapted = mux.adapt(quotas, 50, changed := {"a": QuotaRule(9)}, {}, 1.0)
+    changed["a"] = QuotaRule(10)
+    assert adapted.rules == {"a": QuotaRule(9)}
+
+
 @pytest.mark.parametrize(
-    "make", [lambda: QuotaRule(reserve=1.5), lambda: QuotaRule(weight="1"), lambda: QuotaRule(limit=True)]
+    "make",
+    [
+        lambda: QuotaRule(reserve=1.5),
+        lambda: QuotaRule(weight="1"),
+        lambda: QuotaRule(limit=True),
+        lambda: mux.adapt(FIRST, nan, {"a": QuotaRule()}, {}, 1.0),
+        lambda: mux.adapt(FIRST, 1e3, {"a": QuotaRule()}, {}, 1.0),
+    ],
 )
 def test_wrong_types_are_refused(make):
     with pytest.raises(ArgumentTypeError):

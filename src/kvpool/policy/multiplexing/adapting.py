@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from kvpool.errors import ArgumentError
-from kvpool.policy.multiplexing.filling import targets, targets_of
+from kvpool.policy.multiplexing.filling import reserves_fit, targets, targets_of
 from kvpool.policy.multiplexing.tier import QuotaRule, Use, known, number_above_0, whole
 
 __all__ = [
@@ -40,12 +40,13 @@ def demand(rate: float, tokens: float, units_per_token: float, seconds: float = 
         ArgumentError: A value is negative, not finite, or 0 where it cannot be.
         ArgumentTypeError: One is no number.
     """
-    return (
+    units = (
         number_above_0(rate, "rate", zero=True)
         * number_above_0(tokens, "tokens")
         * number_above_0(units_per_token, "units_per_token")
         * number_above_0(seconds, "seconds")
     )
+    return number_above_0(units, "the demand", zero=True)
 
 
 class Trend(NamedTuple):
@@ -111,6 +112,10 @@ class Quotas:
     rules: Mapping[str, QuotaRule]
     trends: Mapping[str, Trend] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        for what in ("units", "rules", "trends"):
+            object.__setattr__(self, what, dict(getattr(self, what)))
+
 
 def first_quotas(capacity: int, rules: Mapping[str, QuotaRule], demands: Mapping[str, float]) -> Quotas:
     """Quotas before anything was observed, from demands by rate.
@@ -148,11 +153,14 @@ def adapt(
         settings: Half-life and hysteresis.
 
     Raises:
-        ArgumentError: A model is unknown, or a value negative or not finite.
+        ArgumentError: A model is unknown, a value negative or not finite, the capacity below 1, or the reserves
+            together exceed it.
         ArgumentTypeError: A value has the wrong type.
     """
     settings = settings or Adaptation()
     number_above_0(elapsed_s, "elapsed_s", zero=True)
+    if capacity != last.capacity or rules != last.rules:
+        reserves_fit(capacity, rules)
     for model, (active, backlog) in seen.items():
         if model not in rules or type(active) is not int or type(backlog) is not int or active < 0 or backlog < 0:
             known(model, rules)

@@ -69,7 +69,7 @@ def admit(tier: Tier, model: str, units: int) -> None:
     whole(units, "units")
     active = tier.uses[model].active
     limit = rule.limit_of(tier.capacity)
-    if active + units > limit:
+    if units and active + units > limit:
         raise _refused(tier, model, units, f"{active} of its limit of {limit} units are active")
     grown = max(active + units, rule.reserve) - max(active, rule.reserve)
     if tier.committed + grown > tier.capacity:

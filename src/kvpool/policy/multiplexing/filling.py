@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from heapq import heapify, heapreplace
 from typing import Final
 
+from kvpool.errors import ArgumentError
 from kvpool.policy.multiplexing.tier import QuotaRule, known, number_above_0, whole
 
-__all__ = ["level_fill", "targets", "targets_of"]
+__all__ = ["level_fill", "reserves_fit", "targets", "targets_of"]
 
 _SLOPE_MIN: Final = 1e-9
 
@@ -85,21 +86,29 @@ def targets(capacity: int, rules: Mapping[str, QuotaRule], demands: Mapping[str,
 
     Args:
         capacity: Units.
-        rules: By name of model. REQUIRES: reserves that fit.
+        rules: By name of model.
         demands: Units that each model needs, by name; a model that is not named needs none.
 
     Raises:
-        ArgumentError: A demand is negative or not finite, or of an unknown model.
-        ArgumentTypeError: A demand is no number.
+        ArgumentError: A demand is negative or not finite, or of an unknown model; the capacity is below 1, or the
+            reserves together exceed it.
+        ArgumentTypeError: A demand is no number, or the capacity no int.
     """
-    whole(capacity, "capacity", 1)
+    reserves_fit(capacity, rules)
     for model, demand in demands.items():
         number_above_0(demand, f"the demand of {known(model, rules)!r}", zero=True)
     return targets_of(capacity, rules, demands)
 
 
+def reserves_fit(capacity: int, rules: Mapping[str, QuotaRule]) -> None:
+    """Raises ArgumentError for reserves above the capacity or one below 1, ArgumentTypeError if it is no int."""
+    reserved = sum(rule.reserve for rule in rules.values())
+    if reserved > whole(capacity, "capacity", 1):
+        raise ArgumentError(f"the reserves are {reserved} units, and the capacity is {capacity}")
+
+
 def targets_of(capacity: int, rules: Mapping[str, QuotaRule], demands: Mapping[str, float]) -> dict[str, int]:
-    """As `targets`. REQUIRES: demands that are finite and not negative, of known models."""
+    """As `targets`. REQUIRES: reserves that fit, finite demands from 0 of known models."""
     lows = [rule.reserve for rule in rules.values()]
     limits = [rule.limit_of(capacity) for rule in rules.values()]
     wanted = [demands.get(model, 0.0) for model in rules]

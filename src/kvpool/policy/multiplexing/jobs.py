@@ -151,6 +151,9 @@ class Turns:
     last: str = ""
     passed: Mapping[tuple[str, Phase], int] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "passed", dict(self.passed))
+
 
 @dataclass(frozen=True)
 class State:

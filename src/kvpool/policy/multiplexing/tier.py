@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from math import isfinite
+from math import inf, isfinite
 from typing import NamedTuple
 
 from kvpool.errors import ArgumentError, ArgumentTypeError, OutOfQuota
@@ -29,9 +29,13 @@ def number_above_0(value: object, what: str, zero: bool = False) -> float:
     """A finite number above 0, or from 0 on with `zero`. Raises ArgumentTypeError, ArgumentError."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise ArgumentTypeError(f"{what} must be a number, not {type(value).__name__}")
-    if not isfinite(value) or value < 0 or (value == 0 and not zero):
+    try:
+        result = float(value)
+    except OverflowError:
+        result = inf
+    if not isfinite(result) or result < 0 or (result == 0 and not zero):
         raise ArgumentError(f"{what} is {value}; it must be {'at least' if zero else 'above'} 0, and finite")
-    return float(value)
+    return result
 
 
 def known(model: str, models: Collection[str]) -> str:
@@ -118,6 +122,8 @@ class Tier:
             whole(quota, f"the quota of {known(model, self.rules)!r}")
         uses = {model: self.uses.get(model, Use()) for model in self.rules}
         object.__setattr__(self, "uses", uses)
+        object.__setattr__(self, "rules", dict(self.rules))
+        object.__setattr__(self, "quotas", dict(self.quotas))
         if self.committed > self.capacity or self.free < 0:
             raise _full(f"{self.committed} of {self.capacity} units are active or reserved, {self.free} free", self)
 
