@@ -144,13 +144,24 @@ MULTIPLEXING_BUGS: Final = (
             "policy/multiplexing/adapting.py",
             "    return Quotas(fresh, capacity, rules, trends)\n",
             """    if same:
-        band = settings.band * capacity
         fresh = {
-            model: units if abs(units - last.units[model]) > band else last.units[model]
+            model: units if abs(units - last.units[model]) > settings.band * units else last.units[model]
             for model, units in fresh.items()
         }
     return Quotas(fresh, capacity, rules, trends)
 """,
+        ),
+        _QUOTAS,
+        build="python",
+    ),
+    Bug(
+        "band-of-the-capacity",
+        "policy",
+        "quotas keep still for a part of the capacity, so that small models among many stay at 0 for ever",
+        in_python(
+            "policy/multiplexing/adapting.py",
+            "<= band * max(units, last[model])",
+            "<= band * sum(last.values())",
         ),
         _QUOTAS,
         build="python",

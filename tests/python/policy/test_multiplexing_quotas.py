@@ -248,6 +248,25 @@ def test_quotas_follow_use_and_backlog_and_keep_still_for_little():
     assert idle.units == moved.units
 
 
+def test_small_models_among_32_get_their_quotas():
+    rules = {f"m{at}": QuotaRule() for at in range(32)}
+    large = {"m0": Seen(50_000), "m1": Seen(50_000)}
+    quotas = mux.first_quotas(100_000, rules, {"m0": 1.0, "m1": 1.0} | dict.fromkeys(list(rules)[2:], 0.0))
+    quotas = mux.adapt(quotas, 100_000, rules, large, 1e4)
+    assert quotas.units["m7"] == 0
+    small = large | {name: Seen(0, 300) for name in list(rules)[2:]}
+    for _ in range(10):
+        quotas = mux.adapt(quotas, 100_000, rules, small, 10.0)
+    assert quotas.units["m7"] == pytest.approx(300 * 100_000 / 109_000, rel=0.15)
+
+
+def test_quotas_stay_when_all_have_been_idle_for_long():
+    rules, exact = {"a": QuotaRule(), "b": QuotaRule()}, mux.Adaptation(band=0.0)
+    busy = mux.adapt(mux.first_quotas(1000, rules, {"a": 1.0, "b": 1.0}), 1000, rules, {"a": Seen(900)}, 1e4, exact)
+    assert busy.units["a"] > 900
+    assert mux.adapt(busy, 1000, rules, {}, 200.0, exact).units == busy.units  # 20 half-lives: 0.001 units
+
+
 def test_quotas_never_drift_however_often_they_change():
     rules = {name: QuotaRule(reserve=3, limit=500) for name in "abcdefg"}
     quotas = mux.first_quotas(997, rules, dict.fromkeys(rules, 1.0))
@@ -284,19 +303,29 @@ def test_models_that_come_and_go_change_the_quotas_at_once():
 def test_fairness_is_over_models_that_wait_only():
     uses = {"a": Use(50), "b": Use(52), "idle": Use(0, 400)}
     demands = {"a": 100.0, "b": 100.0, "idle": 100.0}
-    assert mux.fairness(uses, demands, {"a", "b"}) == (pytest.approx(0.02), True, "a", "b")
-    assert mux.fairness(uses, demands, {"a", "b", "idle"}) == (pytest.approx(0.52), False, "idle", "b")
+    assert mux.fairness(uses, demands, {"a", "b"}) == (pytest.approx(4 / 102), True, "a", "b")
+    assert mux.fairness(uses, demands, {"a", "b", "idle"}) == (pytest.approx(3 * 52 / 102), False, "idle", "b")
     assert mux.fairness(uses, demands, {"a"}) == (0.0, True, "a", "a")
     assert mux.fairness(uses, demands, set()) == (0.0, True, "", "")
-    assert mux.fairness(uses, demands, {"a", "b"}, weights={"b": 2.0}) == (pytest.approx(0.24), False, "b", "a")
+    assert mux.fairness(uses, demands, {"a", "b"}, weights={"b": 2.0}) == (pytest.approx(72 / 102), False, "b", "a")
+
+
+def test_fairness_does_not_depend_on_the_scale_of_demands_or_weights():
+    uses = {"a": Use(10), "b": Use(60), "c": Use(0)}
+    for scale in (1e-6, 1.0, 1e6):
+        demands = {"a": 100.0 * scale, "b": 100.0 * scale}
+        found = mux.fairness(uses, demands, {"a", "b"}, {"a": scale, "b": scale})
+        assert found == (pytest.approx(100 / 70), False, "a", "b")
+    assert mux.fairness(uses, {"a": 1e-3, "b": 6e-3}, {"a", "b"}).fair
+    assert mux.fairness({"a": Use(), "b": Use()}, {"a": 1.0, "b": 9.0}, {"a", "b"}) == (0.0, True, "a", "a")
 
 
 @settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(200, 5000), st.sampled_from([0.5, 1.0, 4.0])), min_size=2, max_size=6))
 def test_models_that_use_scarce_quotas_fully_are_fair(entries):
     rules = {str(at): QuotaRule(weight=weight) for at, (_, weight) in enumerate(entries)}
-    demands = {str(at): float(needed) for at, (needed, _) in enumerate(entries)}
-    found = mux.targets(100, rules, demands)
+    demands = {str(at): 1000.0 * needed for at, (needed, _) in enumerate(entries)}
+    found = mux.targets(100_000, rules, demands)
     uses = {model: Use(units) for model, units in found.items()}
     weights = {model: rule.weight for model, rule in rules.items()}
     assert mux.fairness(uses, demands, set(rules), weights).fair

@@ -191,6 +191,15 @@ def test_fcfs_runs_one_job_at_a_time_in_order_of_arrival():
     assert mux.FCFS().step(State([first], 4)) == [Job("a", "decode", (2,), 1.0)]  # memory comes from what ends
 
 
+def test_fcfs_batches_continuously_within_the_model_of_the_oldest_request():
+    old = ModelQueues("a", (Waiting(1, 5, 8.0), Waiting(2, 5, 9.0)), (Waiting(3, 0, 0.0),))
+    state = State([ModelQueues("b", (Waiting(4, 1, 1.0),)), old], 100)
+    assert mux.FCFS().step(state) == [Job("a", "prefill", (1, 2), 1.0)]
+    assert mux.FCFS().step(replace(state, available=4)) == [Job("a", "decode", (3,), 1.0)]
+    misfit = replace(old, prefill=(Waiting(1, 5, -1.0),), decode=(Waiting(3, 0, 2.0),), limit=4)
+    assert mux.FCFS().step(State([state.models[0], misfit], 100)) == [Job("b", "prefill", (4,), 1.0)]
+
+
 def test_round_robin_gives_each_model_one_job_and_waits_for_whose_turn_it_is():
     state = State([model("a", [5], [0]), model("b", [], [0]), model("c", [5], decode_share=0.1)], 100)
     jobs = mux.RoundRobin().step(state)
@@ -217,6 +226,7 @@ class Engine:
         self.ends = []  # (time, job)
         self.held = {name: {} for name in models}  # active units by request
         self.left = {}  # tokens that a request still makes
+        self.arrived = {}
         self.prefill = {name: [] for name in models}
         self.decode = {name: [] for name in models}
         self.shares = {name: (self.dice.choice([0.4, 0.7, 1.0]), self.dice.choice([0.1, 0.3, 0.9])) for name in models}
@@ -228,6 +238,7 @@ class Engine:
     def arrive(self, name, units, tokens):
         request = (name, len(self.left))
         self.left[request] = tokens
+        self.arrived[request] = self.now
         self.prefill[name].append(Waiting(request, units, self.now))
 
     def state(self):
@@ -286,7 +297,7 @@ class Engine:
                 self.shrink(job.model, self.held[job.model].pop(request))
                 self.served += 1
             else:
-                self.decode[job.model].append(Waiting(request, 0, self.now))
+                self.decode[job.model].append(Waiting(request, 0, self.arrived.get(request, 0.0)))
         return True
 
     def preempt(self, state):
@@ -298,7 +309,7 @@ class Engine:
         units = self.held[advice.model].pop(request)
         self.shrink(advice.model, units)
         self.decode[advice.model] = [each for each in self.decode[advice.model] if each.request != request]
-        self.prefill[advice.model].insert(0, Waiting(request, units, self.now))
+        self.prefill[advice.model].insert(0, Waiting(request, units, self.arrived[request]))
         return True
 
 

@@ -79,16 +79,17 @@ class Adaptation:
 
     Attributes:
         half_life_s: After so many seconds, what was seen counts half.
-        band: Quotas stay while none would change by more than this part of the capacity.
+        band: Quotas stay while none would change by more than this part of it. A part of the capacity would keep small
+            models at 0 for ever.
     """
 
     half_life_s: float = 10.0
-    band: float = 0.02
+    band: float = 0.1
 
     def __post_init__(self) -> None:
         number_above_0(self.half_life_s, "half_life_s")
         if number_above_0(self.band, "band", zero=True) >= 1:
-            raise ArgumentError(f"band is {self.band}: a part of the capacity is below 1")
+            raise ArgumentError(f"band is {self.band}: a part of a quota is below 1")
 
 
 @dataclass(frozen=True)
@@ -141,8 +142,8 @@ def adapt(
     """The quotas after a period: units go from models that use little to those that need more (§3.3).
 
     A model needs the moving average of its active units and of its backlog. A new model is taken as it is seen. If
-    nobody needs anything the quotas stay. Rules that have changed take effect at once, whatever the hysteresis says: a
-    limit that is raised again must let its model grow.
+    nobody needs anything, less than a unit together, the quotas stay. Rules that have changed take effect at once,
+    whatever the hysteresis says: a limit that is raised again must let its model grow.
 
     Args:
         last: Of the period before.
@@ -170,12 +171,17 @@ def adapt(
     trends = _trends(last.trends, rules, seen, kept)
     same = capacity == last.capacity and rules == last.rules
     needs = {model: trend.use + trend.backlog for model, trend in trends.items()}
-    if same and not any(needs.values()):
+    if same and sum(needs.values()) < 1:  # an average never comes down to 0
         return Quotas(last.units, capacity, rules, trends)
     fresh = targets_of(capacity, rules, needs)
-    if same and max([abs(fresh[model] - last.units[model]) for model in rules]) <= settings.band * capacity:
+    if same and _within(settings.band, fresh, last.units):
         return Quotas(last.units, capacity, rules, trends)
     return Quotas(fresh, capacity, rules, trends)
+
+
+def _within(band: float, fresh: Mapping[str, int], last: Mapping[str, int]) -> bool:
+    """Whether each quota would change by at most this part of the larger of the two."""
+    return all(abs(units - last[model]) <= band * max(units, last[model]) for model, units in fresh.items())
 
 
 _IDLE: Final = Seen(0, 0)
@@ -220,9 +226,10 @@ def fairness(
 ) -> Fairness:
     """Eq. 2 over models that have requests waiting for memory: |R_i - R_j| <= epsilon.
 
-    R is use / (weight * demand), active units only: normalised by rate and by the size of a token, as §3.3 says. The
-    paper compares all models; but one that is idle uses nothing because it needs nothing, and would make every sharing
-    look unfair.
+    R is a model's part of what is used, active units only, over its part of weight * demand: 1 for all if they share
+    evenly. So demands count by rate and by the size of a token, as §3.3 says, and the scale of demands and weights does
+    not matter. The paper compares all models; but one that is idle uses nothing because it needs nothing, and would
+    make every sharing look unfair.
 
     Args:
         uses: By name of model.
@@ -236,12 +243,16 @@ def fairness(
         ArgumentTypeError: A demand, a weight or epsilon is no number.
     """
     number_above_0(epsilon, "epsilon")
-    shares = {}
+    used, wanted = {}, {}
     for model in sorted(backlogged):
         use = uses[known(model, uses)]
         needed = number_above_0(demands[known(model, demands)], f"the demand of {model!r}")
         weight = number_above_0((weights or {}).get(model, 1.0), f"the weight of {model!r}")
-        shares[model] = use.active / (needed * weight)
+        used[model] = use.active
+        wanted[model] = number_above_0(needed * weight, f"weight * demand of {model!r}")
+    all_used = sum(used.values()) or 1
+    all_wanted = sum(wanted.values()) or 1.0
+    shares = {model: used[model] / all_used / (wanted[model] / all_wanted) for model in used}
     if len(shares) < 2:
         only = next(iter(shares), "")
         return Fairness(0.0, True, only, only)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvpool.policy.multiplexing.jobs import PHASES, Job, ModelQueues, Phase, State
+from kvpool.policy.multiplexing.jobs import PHASES, Job, ModelQueues, State
 from kvpool.policy.multiplexing.resources import Resources, in_turn
 
 __all__ = ["FCFS", "RoundRobin"]
@@ -14,8 +14,9 @@ __all__ = ["FCFS", "RoundRobin"]
 class FCFS:
     """First come, first served: temporal multiplexing. One job at a time, with all compute.
 
-    The request that came first decides whose step is next, and the requests of its model that wait for the same phase
-    go with it. A prompt that waits for memory lets the next request decide: memory comes from requests that end.
+    The request that came first decides whose model is next. Of that model prompts go first as far as there is memory,
+    otherwise all decode: continuous batching, as an engine of one model does it. A model that lacks memory for either
+    lets the next request decide: memory comes from requests that end.
     """
 
     def step(self, state: State) -> list[Job]:
@@ -23,13 +24,13 @@ class FCFS:
         if state.running:
             return []
         resources = Resources(state, quotas=False)
-        queues: list[tuple[float, int, ModelQueues, Phase]] = []
+        oldest: list[tuple[float, int, ModelQueues]] = []
         for at, model in enumerate(state.models):
-            for phase in PHASES:
-                if model.queue(phase):
-                    queues.append((min(each.arrived for each in model.queue(phase)), at, model, phase))
-        for _, _, model, phase in sorted(queues, key=lambda queue: queue[:2]):
-            if resources.start(model, phase, share=1.0) == "started":
+            arrivals = [each.arrived for phase in PHASES for each in model.queue(phase) if not model.misfit(each)]
+            if arrivals:
+                oldest.append((min(arrivals), at, model))
+        for _, _, model in sorted(oldest, key=lambda each: each[:2]):
+            if any(resources.start(model, phase, share=1.0) == "started" for phase in PHASES):
                 break
         return resources.jobs
 
