@@ -225,6 +225,14 @@ MULTIPLEXING_BUGS: Final = (
         build="python",
     ),
     Bug(
+        "no-packing-by-memory",
+        "policy",
+        "models that fit only if memory is packed tightly are refused, because each goes where it serves most",
+        in_python("policy/multiplexing/placement.py", ", search.packed(group)]", "]"),
+        _PLACEMENT,
+        build="python",
+    ),
+    Bug(
         "batches-beyond-memory",
         "policy",
         "the batches of a unit need more memory than its GPUs have",

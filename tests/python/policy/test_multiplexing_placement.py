@@ -46,6 +46,29 @@ def workloads(draw):
     return [served(f"m{at}", draw(rates), draw(sizes)) for at in range(many)]
 
 
+def searched(models, machines):
+    """`place` as with many models, however few there are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvpool.policy.multiplexing.placement._FEW", 0)
+        return mux.place(models, machines)
+
+
+def test_models_that_fit_only_by_best_fit_are_placed():
+    rates = [4.0, 4.0, 0.1, 10.0, 4.0, 0.1]
+    needs = [58, 38, 20, 14, 8, 22]  # GiB: only 58 + 22 and 38 + 20 + 14 + 8 fit into 80 each
+    models = [served(f"m{at}", rate, tp_degrees=(1,), kv_bytes_per_token=1 << 10) for at, rate in enumerate(rates)]
+    models = [
+        replace(model, weight_bytes=need * GIB - model.request_bytes) for model, need in zip(models, needs, strict=True)
+    ]
+    for place in (searched, mux.place):
+        check(place(models, Machines(1, 2, 80 * GIB)), models, Machines(1, 2, 80 * GIB))
+
+
+def test_few_assignments_are_all_tried():
+    models = [served(f"m{at}", rate, size) for at, (rate, size) in enumerate([(40.0, 2.0), (15.0, 0.5), (6.0, 1.0)])]
+    assert mux.place(models, FOUR) == mux.exhaustive(models, FOUR)
+
+
 @settings(max_examples=15, deadline=None)
 @given(workloads())
 def test_placement_serves_nearly_what_the_best_of_all_placements_does(models):
@@ -53,9 +76,9 @@ def test_placement_serves_nearly_what_the_best_of_all_placements_does(models):
         best = mux.exhaustive(models, FOUR)
     except OutOfMemory:
         with pytest.raises(OutOfMemory):
-            mux.place(models, FOUR)
+            searched(models, FOUR)
         return
-    found = mux.place(models, FOUR)
+    found = searched(models, FOUR)
     assert found.throughput >= 0.95 * best.throughput
     assert found.throughput <= best.throughput * (1 + 1e-9)
     check(found, models, FOUR)
@@ -81,15 +104,16 @@ def check(placement, models, machines):
 
 
 def test_a_popular_model_shares_with_an_unpopular_one_rather_than_with_a_popular_one():
-    models = [served("hot", 20.0), served("warm", 18.0), served("cold", 0.1), served("icy", 0.1)]
-    found = mux.place(models, Machines(1, 2, 80 * GIB))
-    together = [{each.model for each in unit.models} for unit in found.units]
-    assert {"hot", "warm"} not in together
-    assert not found.unmet or len(together) == 2
+    rates = {"hot": 20.0, "warm": 18.0, "cold": 0.1, "icy": 0.1}
+    models = [served(name, rate, tp_degrees=(1,)) for name, rate in rates.items()]
+    for place in (searched, mux.place):
+        found = place(models, Machines(1, 2, 80 * GIB))
+        assert len(found.units) == 2
+        assert not any({"hot", "warm"} <= {each.model for each in unit.models} for unit in found.units)
 
 
 def test_equally_good_meshes_are_loaded_equally():
-    found = mux.place([served(name, 0.5, tp_degrees=(1,)) for name in "abcd"], Machines(1, 2, 80 * GIB))
+    found = searched([served(name, 0.5, tp_degrees=(1,)) for name in "abcd"], Machines(1, 2, 80 * GIB))
     assert not found.unmet
     assert [len(unit.models) for unit in found.units] == [2, 2]
 
@@ -204,6 +228,10 @@ def test_a_fit_finds_what_its_samples_were_made_with():
     assert timing.decode_s(0.3, 7, 50, 1) == pytest.approx(timing.prefill_s(0.3, 7, 50, 1), rel=1e-5)
     with pytest.raises(ArgumentError, match="tp 2 was not measured"):
         timing.prefill_s(0.3, 7, 50, 2)
+    measured = replace(served("a", 1.0), timing=timing)
+    assert [each.tp for each in mux.candidates(measured, FOUR)] == [1]
+    with pytest.raises(ArgumentError, match="whose times are known: tp 2 was not measured"):
+        mux.candidates(replace(measured, tp_degrees=(2,)), FOUR)
     with pytest.raises(ArgumentError, match="6 measurements"):
         mux.StepFit.fit(samples[:6])
     with pytest.raises(ArgumentError, match="share"):

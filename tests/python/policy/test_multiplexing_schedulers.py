@@ -168,6 +168,12 @@ def test_compute_that_nobody_waits_for_is_divided():
     assert [job.share for job in waiting] == pytest.approx([0.6, 0.2])  # b takes what is left when it suffices
 
 
+def test_no_job_starts_without_compute():
+    tiny = model("a", [1], [0], prefill_share=1e-10, decode_share=1e-10)
+    for scheduler in (PLAIN, mux.ADBS(), mux.RoundRobin()):
+        assert scheduler.step(State([tiny, model("b")], 10, (Job("b", "decode", (), 1.0),))) == []
+
+
 def test_batches_are_limited():
     many = model("a", [1] * 30, [0] * 30, prefill_batch=4, decode_batch=7)
     assert [len(job.requests) for job in PLAIN.step(State([many], 100))] == [4, 7]

@@ -133,15 +133,24 @@ def candidates(model: ServedModel, machines: Machines, shares: Sequence[float] =
     """Algorithm 2: one candidate for each parallelism within a node whose memory suffices.
 
     Parallelisms that do not meet the rate are candidates, too, with `unmet`: as printed, a model that none of them
-    serves in full would not be placed at all.
+    serves in full would not be placed at all. One that the timing does not know, because it was not measured or the
+    model cannot be split so, is left out.
 
     Raises:
-        ArgumentError: The model with one request is larger than every mesh, or a share is not above 0 and at most 1.
+        ArgumentError: No parallelism is known to the timing, the model with one request is larger than every mesh, or a
+            share is not above 0 and at most 1.
     """
     found = []
+    unknown: ArgumentError | None = None
     for tp in sorted(set(model.tp_degrees)):
         left = machines.mesh_bytes(tp) - model.weight_bytes
         if tp > machines.gpus or left < model.request_bytes:
+            continue
+        try:
+            model.timing.prefill_s(1.0, 1, model.prompt_tokens, tp)
+            model.timing.decode_s(1.0, 1, model.prompt_tokens, tp)
+        except ArgumentError as error:
+            unknown = error
             continue
         limit = min(BATCH_MAX, left // model.request_bytes)
         best: Candidate | None = None
@@ -154,6 +163,8 @@ def candidates(model: ServedModel, machines: Machines, shares: Sequence[float] =
                 break
         if best is not None:
             found.append(best)
+    if not found and unknown is not None:
+        raise ArgumentError(f"{model.name!r} has no parallelism whose times are known: {unknown}")
     if not found:
         raise ArgumentError(
             f"{model.name!r} has {model.weight_bytes} bytes of weights and {model.request_bytes} of a request: larger "

@@ -5,7 +5,9 @@ one is meant. It says nothing of memory, of models whose rate nobody meets, and 
 left out if weights and a request of each model do not fit; a rate that is not met is marked; of equally good meshes the
 one with the lowest load is taken. Each group is tried in three orders: by computation, as printed; by size, because the
 first may end with a large model that fits nowhere; and the smallest computation first, so that a model that no GPUs can
-serve comes last, where it harms least. Then models of the best results move and change places while that serves more.
+serve comes last, where it harms least. A packing by memory alone, best fit decreasing, is one more start: it fits where
+none of the three does. Then models of the best results move and change places while that serves more. Where there are
+few assignments, all are tried.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ __all__ = ["Placed", "PlacedUnit", "Placement", "exhaustive", "mesh_groups", "pl
 
 _IMPROVED: Final = 96  # results that moves improve, times the number of models: a step of many takes longer
 _EXHAUSTIVE_MAX: Final = 100_000
+_FEW: Final = 3000  # assignments that `place` tries one by one
 _MORE: Final = 1e-9
 
 
@@ -116,17 +119,17 @@ def place(models: Sequence[ServedModel], machines: Machines, shares: Sequence[fl
         OutOfMemory: No division of the GPUs that was tried has the memory for all models.
     """
     search = _Search(models, machines, shares)
+    groups = mesh_groups(machines, len(models))
+    if sum(len(group) ** len(models) for group in groups) <= _FEW:
+        return search.best_of_all(groups)
     results: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[float, float]] = {}
-    for group in mesh_groups(machines, len(models)):
+    for group in groups:
         if all(any(size in of_model for size in group) for of_model in search.candidates):
-            placed = [found for order in search.orders if (found := search.greedy(group, order)) is not None]
+            starts = [*(search.greedy(group, order) for order in search.orders), search.packed(group)]
+            placed = [found for found in starts if found is not None]
             results.update({(group, tuple(assigned)): search.value(group, assigned) for assigned in placed})
     if not results:
-        raise OutOfMemory(
-            f"{len(models)} models do not fit together",
-            needed_bytes=sum(model.weight_bytes + model.request_bytes for model in models),
-            available_bytes=machines.nodes * machines.mesh_bytes(machines.gpus),
-        )
+        raise search.too_large()
     first = sorted(results, key=results.__getitem__, reverse=True)[: max(4, _IMPROVED // len(models))]
     group, assigned = max(
         ((group, search.improve(group, assigned)) for group, assigned in first), key=lambda each: search.value(*each)
@@ -146,11 +149,7 @@ def exhaustive(models: Sequence[ServedModel], machines: Machines, shares: Sequen
     many = sum(len(group) ** len(models) for group in groups)
     if many > _EXHAUSTIVE_MAX:
         raise ArgumentError(f"{many} assignments are too many", value=many, maximum=_EXHAUSTIVE_MAX)
-    every = [(group, list(each)) for group in groups for each in product(range(len(group)), repeat=len(models))]
-    group, assigned = max(every, key=lambda each: search.value(*each))
-    if search.value(group, assigned)[0] < 0:
-        raise OutOfMemory(f"{len(models)} models do not fit together")
-    return search.placement(group, assigned)
+    return search.best_of_all(groups)
 
 
 class _Search:
@@ -233,6 +232,36 @@ class _Search:
             assigned[at] = best
             members[best] = _with(members[best], at)
         return assigned
+
+    def packed(self, group: tuple[int, ...]) -> list[int] | None:
+        """The largest models first, each on the mesh with the least memory left; None if one fits nowhere."""
+        left = [self.machines.mesh_bytes(size) for size in group]
+        assigned = [0] * len(self.models)
+        for at in self.orders[1]:
+            needed = self.models[at].weight_bytes + self.models[at].request_bytes
+            fits = [mesh for mesh, size in enumerate(group) if size in self.candidates[at] and needed <= left[mesh]]
+            if not fits:
+                return None
+            assigned[at] = min(fits, key=left.__getitem__)
+            left[assigned[at]] -= needed
+        return assigned
+
+    def best_of_all(self, groups: Sequence[tuple[int, ...]]) -> Placement:
+        """The best of all assignments. Raises OutOfMemory if none fits."""
+        everything = range(len(self.models))
+        every = [(group, list(each)) for group in groups for each in product(range(len(group)), repeat=len(everything))]
+        group, assigned = max(every, key=lambda each: self.value(*each))
+        if self.value(group, assigned)[0] < 0:
+            raise self.too_large()
+        return self.placement(group, assigned)
+
+    def too_large(self) -> OutOfMemory:
+        """For models of which no division was found."""
+        return OutOfMemory(
+            f"{len(self.models)} models do not fit together",
+            needed_bytes=sum(model.weight_bytes + model.request_bytes for model in self.models),
+            available_bytes=self.machines.nodes * self.machines.mesh_bytes(self.machines.gpus),
+        )
 
     def improve(self, group: tuple[int, ...], assigned: Sequence[int]) -> list[int]:
         """Moves one model, or lets two change places, as long as that serves more: each time the best such change."""

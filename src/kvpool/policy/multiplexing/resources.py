@@ -85,7 +85,7 @@ class Resources:
 
     def suffices(self, model: ModelQueues, phase: Phase) -> bool:
         """Whether there is compute for a job of this phase."""
-        return model.share(phase) <= self.share_left + SHARE_STEP
+        return model.share(phase) <= self.share_left + SHARE_STEP and self.share_left > SHARE_STEP
 
     def waits(self, model: ModelQueues, phase: Phase) -> bool:
         """Whether requests wait for a job of this phase, and none runs."""
