@@ -2,8 +2,11 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
+#include <cstring>
 #include <memory>
 #include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
 
 #include "arguments.h"
@@ -12,6 +15,7 @@
 #include "keys.h"
 #include "kvpool/index/shared_keyed_index.h"
 #include "kvpool/pool/keyed_cache.h"
+#include "kvpool/pool/keyed_fill.h"
 #include "node.h"
 #include "rows.h"
 #include "stream.h"
@@ -22,6 +26,15 @@ namespace {
 
 using KeyedIndexPointer = std::shared_ptr<SharedKeyedIndex>;
 using KeyedCachePointer = std::shared_ptr<KeyedCache>;
+
+// The blocks of a fill go back without the GIL, as the pool may wait.
+struct FillDeleter {
+  void operator()(KeyedFill* fill) const noexcept {
+    const GilReleased released;
+    delete fill;
+  }
+};
+using FillPointer = std::unique_ptr<KeyedFill, FillDeleter>;
 
 struct KeyedMatch {
   KeyPins pins;
@@ -97,10 +110,31 @@ KeyedIndexPointer make_index(py::handle key_bytes) {
   return std::make_shared<SharedKeyedIndex>(count_from(key_bytes, "key_bytes"));
 }
 
-KeyedCachePointer make_cache(py::handle pool, py::handle blocks, py::handle key_bytes) {
-  if (!py::isinstance<PeerNode>(pool)) throw_type_error("pool must be a Pool, and is " + type_name(pool));
-  return std::make_shared<KeyedCache>(pool_of(pool.cast<NodePointer>()), count_from(key_bytes, "key_bytes"),
-                                      count_from(blocks, "blocks"));
+KeyedCachePointer make_cache(py::handle pool_argument, py::handle blocks, py::handle key_bytes, py::handle name) {
+  if (!py::isinstance<PeerNode>(pool_argument)) {
+    throw_type_error("pool must be a Pool, and is " + type_name(pool_argument));
+  }
+  const PoolPointer pool = pool_of(pool_argument.cast<NodePointer>());
+  std::string own(name.is_none() ? std::string_view() : text_from(name, "name"));
+  auto cache = std::make_shared<KeyedCache>(pool, count_from(key_bytes, "key_bytes"), count_from(blocks, "blocks"),
+                                            std::move(own));
+  if (!name.is_none()) pool->named_caches().add(cache->name(), cache);
+  return cache;
+}
+
+FillPointer begin_fill(const KeyedCachePointer& cache, py::handle keys_argument) {
+  const Keys keys = keys_from(keys_argument, cache->key_bytes());
+  const GilReleased released;
+  return FillPointer(new KeyedFill(cache, keys.data(), keys.n));
+}
+
+// The keys in one array, from any of their forms.
+py::array_t<std::uint8_t> key_rows(py::handle keys_argument, py::handle key_bytes_argument) {
+  const std::size_t key_bytes = count_from(key_bytes_argument, "key_bytes");
+  const Keys keys = keys_from(keys_argument, key_bytes);
+  py::array_t<std::uint8_t> rows({static_cast<py::ssize_t>(keys.n), static_cast<py::ssize_t>(key_bytes)});
+  if (keys.n > 0) std::memcpy(rows.mutable_data(), keys.data(), keys.n * key_bytes);
+  return rows;
 }
 
 std::size_t save(const KeyedCachePointer& cache, py::handle keys_argument, py::handle addresses, py::handle stream) {
@@ -266,10 +300,20 @@ Args:
     pool: The Pool. The cache keeps it.
     blocks: The most blocks that it holds, 1 to the DRAM blocks of the pool.
     key_bytes: The length of a key in bytes, 8 to 64.
+    name: Peers of the pool find it by this name, until it is closed: see Peers.match_keys. None: it is for this process
+        alone. StateError if the pool has an open cache of the name already.
 
 Raises, in every method: ArgumentError, ArgumentTypeError as KeyedIndex does; ClosedError after close of the cache or the
 pool; ForkError; and the error with which the pool has failed.)")
-      .def(py::init(&make_cache), py::arg("pool"), py::arg("blocks"), py::arg("key_bytes") = 32)
+      .def(py::init(&make_cache), py::arg("pool"), py::arg("blocks"), py::arg("key_bytes") = 32,
+           py::arg("name") = py::none())
+      .def("_fill", &begin_fill, py::arg("keys"))
+      .def_property_readonly(
+          "name",
+          [](const KeyedCache& cache) {
+            return cache.name().empty() ? py::object(py::none()) : py::object(text_of(cache.name()));
+          },
+          "Its name for peers, or None.")
       .def_property_readonly("key_bytes", &KeyedCache::key_bytes, "The length of a key in bytes.")
       .def_property_readonly("block_bytes", &KeyedCache::block_bytes, "Bytes of a block.")
       .def("exists", &exists<KeyedCache>, py::arg("keys"),
@@ -376,11 +420,38 @@ Raises:
       .def("__len__", [](const KeyedCachePointer& cache) { return cache->stats().blocks; }, "Blocks stored.");
 }
 
+void bind_fill(py::module_& module) {
+  py::class_<KeyedFill, FillPointer>(module, "KeyedFill",
+                                     "Blocks of a KeyedCache that somebody else fills: Peers.fetch_keys.")
+      .def_property_readonly(
+          "positions", [](const KeyedFill& fill) { return to_array(fill.positions().data(), fill.positions().size()); },
+          "uint64 array: which keys get a block.")
+      .def_property_readonly(
+          "addrs", [](const KeyedFill& fill) { return to_array(fill.addresses().data(), fill.addresses().size()); },
+          "uint64 array of their blocks.")
+      .def(
+          "commit",
+          [](KeyedFill& fill) {
+            const GilReleased released;
+            return fill.commit();
+          },
+          "Stores them; returns how many are new.")
+      .def(
+          "close",
+          [](KeyedFill& fill) {
+            const GilReleased released;
+            fill.close();
+          },
+          "Gives back those that are not stored. Idempotent.");
+  module.def("_key_rows", &key_rows, py::arg("keys"), py::arg("key_bytes"));
+}
+
 }  // namespace
 
 void bind_keyed(py::module_& module) {
   bind_match(module);
   bind_index(module);
+  bind_fill(module);
   bind_cache(module);
 }
 

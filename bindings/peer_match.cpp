@@ -1,11 +1,16 @@
-// Matches at peers: the method that asks, and the handle that it returns.
+// Matches at peers: the methods that ask, and the handles that they return.
 #include "kvpool/transfer/peer_match.h"
+
+#include <pybind11/numpy.h>
 
 #include <memory>
 #include <string>
 #include <utility>
 
+#include "arguments.h"
 #include "bind.h"
+#include "keys.h"
+#include "kvpool/pool/keyed_cache.h"
 #include "node.h"
 #include "service.h"
 #include "vectors.h"
@@ -49,6 +54,35 @@ MatchHandle match_at(const NodePointer& node, py::handle peer, py::handle tokens
   return {node, std::move(match)};
 }
 
+struct KeyMatchHandle : MatchHandle {
+  using MatchHandle::MatchHandle;
+};
+
+KeyMatchHandle match_keys_at(const NodePointer& node, py::handle peer, py::handle cache_argument,
+                             py::handle keys_argument, py::handle every, py::handle hold, py::handle timeout) {
+  if (!py::isinstance<KeyedCache>(cache_argument)) {
+    throw_type_error("cache must be a KeyedCache, and is " + type_name(cache_argument));
+  }
+  const auto cache = cache_argument.cast<std::shared_ptr<KeyedCache>>();
+  if (cache->name().empty()) throw_argument("the keyed cache has no name: peers find those of its name");
+  if (!cache->stands_on(node->pool())) throw_argument("the keyed cache is of another pool");
+  KeyMatchRequest request;
+  request.peer = text_from(peer, "peer");
+  request.cache = cache->name();
+  request.key_bytes = cache->key_bytes();
+  request.every = flag_from(every, "every");
+  const std::int64_t now_ns = steady_ns();
+  request.hold_ns = deadline_from(hold, node->timeout_ns(), "hold") - now_ns;
+  request.deadline_ns = deadline_from(timeout, node->timeout_ns());
+  const Keys keys = keys_from(keys_argument, request.key_bytes);
+  request.keys = {keys.data(), keys.n * request.key_bytes};
+  auto match = std::make_shared<PeerMatch>(request);
+  Service& service = service_of(*node);
+  const GilReleased released;
+  service.ask(match);
+  return {node, std::move(match)};
+}
+
 void await_end(const MatchHandle& handle, py::handle timeout) {
   PeerMatch& match = match_of(handle);
   const std::int64_t until_ns = deadline_from(timeout, kForever);
@@ -79,6 +113,22 @@ const std::vector<Address>& found(const MatchHandle& handle) {
   if (!match.done()) throw Error(ErrorCode::kState, "the match is still under way: wait() for it first");
   match.rethrow_if_failed();
   return match.addresses();
+}
+
+py::array_t<bool> found_keys(const KeyMatchHandle& handle) {
+  static_cast<void>(found(handle));  // throws what it throws
+  const PeerMatch& match = match_of(handle);
+  py::array_t<bool> keys(static_cast<py::ssize_t>(match.pages()));
+  for (std::size_t i = 0; i < match.pages(); ++i) keys.mutable_data()[i] = match.has(i);
+  return keys;
+}
+
+std::size_t first_keys(const KeyMatchHandle& handle) {
+  static_cast<void>(found(handle));
+  const PeerMatch& match = match_of(handle);
+  std::size_t first = 0;
+  while (first < match.pages() && match.has(first)) ++first;
+  return first;
 }
 
 void close(MatchHandle& handle) {
@@ -178,6 +228,18 @@ Raises:
           [](MatchHandle& handle, const py::object&, const py::object&, const py::object&) { close(handle); },
           "Closes.")
       .def("__repr__", &repr);
+  py::class_<KeyMatchHandle, MatchHandle>(module, "PeerKeyMatch",
+                                          R"(What a peer has stored under keys, held there until it is closed.
+
+As a PeerMatch, with `tokens` and `addrs` of the keys that are found.
+
+Attributes:
+    first: Keys found from the first one on.
+    found: bool array, one for each key: whether its block is held.)")
+      .def_property_readonly("first", &first_keys, "Keys found from the first one on. Raises as `addrs`.")
+      .def_property_readonly("found", &found_keys, "bool array: which keys are held there. Raises as `addrs`.");
+  pool.def("_match_keys_at", &match_keys_at, py::arg("peer"), py::arg("cache"), py::arg("keys"), py::arg("every"),
+           py::arg("hold"), py::arg("timeout"));
   pool.def("_match_at", &match_at, py::arg("peer"), py::arg("tokens"), py::arg("namespace"), py::arg("hold"),
            py::arg("timeout"));
 }

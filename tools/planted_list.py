@@ -14,6 +14,7 @@ from typing import Final
 from tools.planted_attention import ATTENTION_BUGS
 from tools.planted_cache import CACHE_BUGS
 from tools.planted_engines import ENGINES_BUGS
+from tools.planted_keys import KEY_BUGS
 from tools.planted_kit import Bug, in_cpp, in_python
 from tools.planted_lending import LENDING_BUGS
 from tools.planted_matches import MATCH_BUGS
@@ -29,6 +30,7 @@ BUGS: Final[tuple[Bug, ...]] = (
     *CACHE_BUGS,
     *ENGINES_BUGS,
     *LENDING_BUGS,
+    *KEY_BUGS,
     *MATCH_BUGS,
     *MIGRATION_BUGS,
     *MULTIPLEXING_BUGS,
@@ -66,9 +68,9 @@ BUGS: Final[tuple[Bug, ...]] = (
         "pool",
         "a save evicts blocks that it names itself to make room for the others",
         in_cpp(
-            "pool/keyed_cache.cpp",
-            "const KeyPins held(shared_from_this(), std::move(pinned));  // what",
-            "KeyPins(shared_from_this(), std::move(pinned)).release();  // what",
+            "pool/keyed_fill.cpp",
+            "held_ = KeyPins(cache, std::move(pinned));",
+            "KeyPins(cache, std::move(pinned)).release();",
         ),
         ("keyed_cache_test.cpp",),
     ),

@@ -18,6 +18,8 @@ from bench.measure import no_collections
 
 BLOCK_TOKENS = 16
 TOKENS_MAX = 32_768
+KEYS = 128
+_KEY_BYTES = 32
 LAYOUT = kvpool.KVLayout(layers=2, kv_heads=2, head_dim=16, dtype="float32", block_tokens=BLOCK_TOKENS)
 _SECRET = "what the bench knows"
 _numbers = itertools.count(1)
@@ -29,10 +31,12 @@ class Subject:
     """An owner (`own`), or the one who asks (`meet` and the rest)."""
 
     def own(self, link: str) -> dict[str, str]:
-        """Caches a prompt of TOKENS_MAX tokens; returns where the pool and the bare socket listen."""
+        """Caches a prompt of TOKENS_MAX tokens, and KEYS blocks under keys; returns where both listen."""
         self._pool = _pool(link)
         addrs = self._pool.alloc(TOKENS_MAX // BLOCK_TOKENS)
         self._pool.insert(_prompt(TOKENS_MAX), addrs).close()
+        self._cache = kvpool.KeyedCache(self._pool, KEYS, _KEY_BYTES, "bench")
+        self._cache.put(_keys(), np.ones((KEYS, self._cache.block_bytes), np.uint8))
         bare = _listener(link)
         threading.Thread(target=_echo, args=(bare,), daemon=True).start()
         at: str = bare.getsockname().decode() if link == "unix" else "{}:{}".format(*bare.getsockname())
@@ -41,6 +45,7 @@ class Subject:
 
     def meet(self, link: str, owners: list[dict[str, str]]) -> None:
         self._pool = _pool(link)
+        self._cache = kvpool.KeyedCache(self._pool, KEYS, _KEY_BYTES, "bench")
         self._names = [self._pool.peers.connect(owner["pool"]) for owner in owners]
         self._bare = _dial(link, owners[0]["bare"])
 
@@ -94,11 +99,38 @@ class Subject:
                 assert pool.delete(prompt) == tokens // BLOCK_TOKENS
         return times
 
+    def key_matches(self, repeats: int) -> list[float]:
+        """Microseconds of each question for KEYS keys at one peer; the holds are closed outside the time."""
+        keys, peer, times = _keys(), self._names[0], []
+        with no_collections():
+            for _ in range(repeats):
+                taken, found = _timed(lambda: self._pool.peers.match_keys(peer, self._cache, keys))
+                times.append(taken)
+                assert found.first == KEYS
+                found.close()
+        return times
+
+    def key_fetches(self, repeats: int) -> list[float]:
+        """Microseconds until the blocks of KEYS keys that are not here are stored here."""
+        keys, peer, times = _keys(), self._names[0], []
+        with no_collections():
+            for _ in range(repeats):
+                taken, here = _timed(lambda: self._pool.peers.fetch_keys(peer, self._cache, keys))
+                times.append(taken)
+                assert here.first == KEYS
+                here.close()
+                self._cache.evict(KEYS)
+        return times
+
+
+def _keys() -> Vector:
+    return np.arange(KEYS * _KEY_BYTES // 4, dtype=np.uint32).view(np.uint8).reshape(KEYS, _KEY_BYTES)
+
 
 def _pool(link: str) -> kvpool.Pool:
     settings: dict[str, Any] = {"secret": _SECRET, "prefer_unix_socket": False, "huge_pages": "never"}
     settings["trusted_network"] = link == "tcp, trusted"
-    return kvpool.Pool(LAYOUT, hbm_blocks=2 * TOKENS_MAX // BLOCK_TOKENS, **settings)
+    return kvpool.Pool(LAYOUT, hbm_blocks=2 * TOKENS_MAX // BLOCK_TOKENS, dram_blocks=KEYS, **settings)
 
 
 def _prompt(tokens: int) -> Vector:

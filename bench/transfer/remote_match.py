@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 
 from bench.context import Context
-from bench.measure import Sample, interleave
+from bench.measure import Sample, interleave, summarize
 from bench.remote import Remote
 from bench.result import Report, Row, timed_row
+from bench.transfer.match_side import KEYS
 
 TITLE = "Matches at peers by tokens, and fetches of prompts"
 PEERS: tuple[str, ...] = ()
@@ -32,6 +33,9 @@ def run(context: Context) -> Report:
             asker.ask("meet", link=link, owners=[owner.ask("own", link=link) for owner in owners])
             for tokens in _TOKENS:
                 _measure(report, asker, link, tokens, rounds, repeats)
+            for what, order in (("match_keys", "key_matches"), ("fetch_keys", "key_fetches")):
+                times = [taken for _ in range(rounds) for taken in asker.ask(order, repeats=repeats // 10)]
+                report.rows.append(timed_row(f"{what} of {KEYS} keys, {link}", {"kvpool": summarize(times)}))
     report.notes += [
         "ping-pong: a message and an answer of the same sizes over a bare socket between the same processes.",
         "each owner has one prompt cached, which is asked for again and again; letting go is not in the time.",

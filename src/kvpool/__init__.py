@@ -82,6 +82,7 @@ from kvpool.ranks import RankArena
 from kvpool.transfer import (
     Batch,
     ParallelConfig,
+    PeerKeyMatch,
     PeerMatch,
     Received,
     ReceivedCallback,
@@ -149,6 +150,7 @@ __all__ = [
     "PeerCallback",
     "PeerEvent",
     "PeerInfo",
+    "PeerKeyMatch",
     "PeerLost",
     "PeerMatch",
     "Peers",

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from kvpool.errors import ArgumentTypeError
+from kvpool.errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["flag_from", "int_from", "shown"]
 
@@ -42,6 +42,20 @@ def flag_from(value: object, what: str) -> bool:
     if not isinstance(value, (bool, np.bool_)):
         raise ArgumentTypeError(f"{what} must be a bool, not {type(value).__name__} ({shown(value)})")
     return bool(value)
+
+
+def seconds_from(value: object, what: str) -> float:
+    """A number of seconds.
+
+    Raises:
+        ArgumentTypeError: It is no number.
+        ArgumentError: It is below 0, infinite or not a number.
+    """
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise ArgumentTypeError(f"{what} must be a number of seconds, not {type(value).__name__} ({shown(value)})")
+    if not 0 <= value < 1 << 40:
+        raise ArgumentError(f"{what} is {shown(value)}; it must be 0 or more seconds")
+    return float(value)
 
 
 def shown(value: object) -> str:

@@ -6,6 +6,7 @@
 
 #include "kvpool/transfer/failure.h"
 #include "message_length.h"
+#include "thrown.h"
 
 namespace kvpool {
 namespace {
@@ -70,6 +71,21 @@ TEST_CASE("messages are read as they were written, and with no other length") {
   CHECK(matched.addresses == std::vector<Address>{1, 2});
   check_length(write_body(matched), read_matched);
 
+  const Bytes keys(3 * 8, std::byte{7});
+  const Bytes keys_bytes = write_body(MatchKeysBody{30'000, true, 8, keys, "kv"});
+  const MatchKeysBody sought = read_match_keys(keys_bytes);
+  CHECK(sought.hold_ms == 30'000);
+  CHECK(sought.every);
+  CHECK(sought.key_bytes == 8);
+  CHECK(Bytes(sought.keys.begin(), sought.keys.end()) == keys);
+  CHECK(sought.cache == "kv");
+  check_length(keys_bytes, read_match_keys);
+  const MatchedKeysBody stored = read_matched_keys(write_body(MatchedKeysBody{7, {std::byte{5}}, {1, 2}}));
+  CHECK(stored.hold_ms == 7);
+  CHECK(stored.found == Bytes{std::byte{5}});
+  CHECK(stored.addresses == std::vector<Address>{1, 2});
+  check_length(write_body(stored), read_matched_keys);
+
   const LendBody lend{9, Medium::kDram, false};
   CHECK(read_lend(write_body(lend)).blocks == 9);
   CHECK(read_lend(write_body(lend)).medium == Medium::kDram);
@@ -108,6 +124,26 @@ TEST_CASE("senseless numbers are refused") {
   for (const std::uint32_t count : {3U, 5U, 1U << 20, (1U << 20) + 1, UINT32_MAX}) {
     std::memcpy(match.data() + sizeof(std::uint32_t), &count, sizeof(count));
     CHECK_THROWS_AS(read_match(match), Error);
+  }
+}
+
+TEST_CASE("keys of a senseless length, a part of a key and addresses without a key are refused") {
+  const Bytes keys(2 * 8);
+  const auto refused = [](const Bytes& bytes) {
+    return testing::code_of([&] { static_cast<void>(read_match_keys(bytes)); });
+  };
+  CHECK_FALSE(refused(write_body(MatchKeysBody{1, false, 8, keys, "kv"})));
+  CHECK(refused(write_body(MatchKeysBody{1, false, 7, keys, "kv"})) == ErrorCode::kProtocol);
+  CHECK(refused(write_body(MatchKeysBody{1, false, 65, keys, "kv"})) == ErrorCode::kProtocol);
+  CHECK(refused(write_body(MatchKeysBody{1, false, 12, keys, "kv"})) == ErrorCode::kProtocol);
+  CHECK(refused(write_body(MatchKeysBody{1, false, 8, keys, std::string(256, 'n')})) == ErrorCode::kProtocol);
+  CHECK(refused(write_body(MatchKeysBody{1, false, 8, Bytes(kKeyListBytesMax + 8), "kv"})) == ErrorCode::kProtocol);
+  Bytes flag = write_body(MatchKeysBody{1, false, 8, keys, "kv"});
+  flag[4] = std::byte{2};
+  CHECK(refused(flag) == ErrorCode::kProtocol);
+  for (const std::size_t addresses : {1, 3}) {
+    const Bytes answer = write_body(MatchedKeysBody{1, {std::byte{6}}, std::vector<Address>(addresses, 1)});
+    CHECK_THROWS_AS(read_matched_keys(answer), Error);
   }
 }
 

@@ -92,6 +92,10 @@ class SimBlocks final : public BlockHost {
   CachedPrefix match(std::string_view name_space, std::span<const Token> tokens) override {
     return blocks_.match(name_space, tokens);
   }
+  StoredKeys match_keys(std::string_view cache, std::size_t key_bytes, std::span<const std::byte> keys,
+                        bool every) override {
+    return blocks_.match_keys(cache, key_bytes, keys, every);
+  }
   void expect_writes(std::span<const Address> addresses, Writer writer) override {
     blocks_.expect_writes(addresses, writer);
   }

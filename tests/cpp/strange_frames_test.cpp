@@ -212,7 +212,7 @@ class Inventor {
                                         FrameKind::kData, FrameKind::kAnswer, FrameKind::kRefused};
   static constexpr std::array kVerbs = {&kLendVerb,    &kLendVerb,     &kReturnVerb,   &kReserveVerb,
                                         &kReserveVerb, &kCompleteVerb, &kCompleteVerb, &kAbandonVerb,
-                                        &kFetchVerb,   &kMatchVerb,    &kUnmatchVerb};
+                                        &kFetchVerb,   &kMatchVerb,    &kUnmatchVerb,  &kMatchKeysVerb};
 
   std::uint64_t id() { return dice_.one_in(50) ? dice_.any() : 1 + dice_.below(12); }
 
@@ -288,6 +288,10 @@ class Inventor {
         Tokens tokens = prompt(static_cast<Token>(dice_.below(9)), 1 + dice_.below(3));
         if (dice_.one_in(4)) tokens.pop_back();
         return write_body(MatchBody{static_cast<std::uint32_t>(dice_.any()), tokens, ""});
+      }
+      case kMatchKeysVerb.number: {
+        const Bytes keys = some_bytes(8 * dice_.below(4));
+        return write_body(MatchKeysBody{static_cast<std::uint32_t>(dice_.any()), dice_.one_in(2), 8, keys, "kv"});
       }
       case kFetchVerb.number: {
         FetchBody body;

@@ -165,6 +165,10 @@ Bytes sample_body(std::uint32_t kind) {
       return write_body(MatchBody{30000, std::vector<Token>{1, -2, 3}, "tenant"});
     case 7:
       return write_body(MatchedBody{30000, addresses});
+    case 8:
+      return write_body(MatchKeysBody{30000, true, 8, Bytes(24, std::byte{3}), "kv"});
+    case 9:
+      return write_body(MatchedKeysBody{30000, {std::byte{0x81}, std::byte{1}}, addresses});
     default:
       return write_error(Error(ErrorCode::kBusy, "too many", {{"limit", 7}, {"retry_after_us", 10000}}));
   }
@@ -189,11 +193,15 @@ Bytes read_and_write(std::uint32_t kind, const Bytes& bytes) {
       return write_body(read_match(bytes));
     case 7:
       return write_body(read_matched(bytes));
+    case 8:
+      return write_body(read_match_keys(bytes));
+    case 9:
+      return write_body(read_matched_keys(bytes));
     default:
       return write_error(read_error(bytes));
   }
 }
-constexpr std::uint32_t kBodyKinds = 9;
+constexpr std::uint32_t kBodyKinds = 11;
 
 // Gives bytes to one side, in pieces, and returns how it ended. Its answer is short, whatever it receives.
 void feed(Dice& dice, Handshake& side, const Bytes& bytes, Bytes& out) {

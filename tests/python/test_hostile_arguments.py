@@ -250,13 +250,19 @@ def test_calls_with_keys(name):
     with small_pool() as pool, kvpool.KeyedCache(pool, 2, 8) as cache:
         mine = pool.alloc(1)
         cache.put(keys, row)
+        named, other = kvpool.KeyedCache(pool, 1, 8, "kv"), [b"another1"]
         for call in (
             lambda: kvpool.KeyedIndex(value), lambda: index.put(value, [1]), lambda: index.put(keys, value),
             lambda: index.put([value], [1]), lambda: index.match(keys, value),
             *(lambda verb=verb: getattr(index, verb)(value) for verb in verbs),
             *(lambda verb=verb: getattr(cache, verb)(value) for verb in verbs),
             lambda: kvpool.KeyedCache(value, 1), lambda: kvpool.KeyedCache(pool, value),
-            lambda: kvpool.KeyedCache(pool, 1, value),
+            lambda: kvpool.KeyedCache(pool, 1, value), lambda: kvpool.KeyedCache(pool, 1, 8, value),
+            lambda: pool.peers.match_keys(value, named, keys), lambda: pool.peers.match_keys("b", value, keys),
+            lambda: pool.peers.match_keys("b", named, value), lambda: pool.peers.fetch_keys(value, named, other),
+            lambda: pool.peers.fetch_keys("b", value, other), lambda: pool.peers.fetch_keys("b", named, value),
+            lambda: pool.peers.fetch_keys("b", named, other, timeout=value),
+            lambda: pool.peers.fetch_keys("b", named, other, ask_timeout=value),
             lambda: cache.save(value, mine), lambda: cache.save([b"87654321"], value), lambda: cache.load(value, mine),
             lambda: cache.load(keys, value), lambda: cache.load(keys, mine, stream=value),
             lambda: cache.put(value, row), lambda: cache.put(keys, value),

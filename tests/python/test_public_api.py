@@ -69,6 +69,7 @@ PUBLIC = [
     "PeerInfo",
     "PartialAttention",
     "PeerLost",
+    "PeerKeyMatch",
     "PeerMatch",
     "Peers",
     "Pool",

@@ -21,13 +21,11 @@
 #include <vector>
 
 #include "kvpool/base/address.h"
+#include "kvpool/base/key_bytes.h"
 #include "kvpool/index/child_table.h"
 #include "kvpool/index/key_hash.h"
 
 namespace kvpool {
-
-inline constexpr std::size_t kKeyBytesMin = 8;
-inline constexpr std::size_t kKeyBytesMax = 64;
 
 // The key follows it in memory.
 struct KeyedEntry {

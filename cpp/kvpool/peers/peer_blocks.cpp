@@ -1,13 +1,16 @@
 #include "kvpool/peers/peer_blocks.h"
 
 #include <algorithm>
+#include <memory>
 #include <string>
 #include <utility>
 
 #include "kvpool/base/check.h"
 #include "kvpool/base/digest.h"
 #include "kvpool/base/error.h"
+#include "kvpool/index/key_pins.h"
 #include "kvpool/peers/gpu_staging_buffer.h"
+#include "kvpool/pool/keyed_cache.h"
 #include "kvpool/pool/peer_claims.h"
 
 namespace kvpool {
@@ -133,6 +136,35 @@ CachedPrefix PeerBlocks::match(std::string_view name_space, std::span<const Toke
   if (cached.addresses.empty()) cached.hold = nullptr;  // what is pinned then is of other instances
   add_instance(cached.addresses);
   return cached;
+}
+
+StoredKeys PeerBlocks::match_keys(std::string_view cache, std::size_t key_bytes, std::span<const std::byte> keys,
+                                  bool every) {
+  const std::shared_ptr<KeyedCache> asked = pool_.named_caches().find(cache);
+  if (asked == nullptr) throw Error(ErrorCode::kState, "the peer has no keyed cache " + std::string(cache));
+  if (asked->key_bytes() != key_bytes) {
+    throw Error(
+        ErrorCode::kArgument,
+        "the keys of the peer's cache " + std::string(cache) + " have " + std::to_string(asked->key_bytes()) +
+            " bytes, not " + std::to_string(key_bytes),
+        {{"needed", static_cast<std::int64_t>(asked->key_bytes())}, {"given", static_cast<std::int64_t>(key_bytes)}});
+  }
+  const std::size_t n = keys.size() / key_bytes;
+  StoredKeys result;
+  result.found.resize((n + 7) / 8);
+  result.addresses.resize(n);
+  std::vector<KeyedEntry*> pins;
+  const std::unique_ptr<bool[]> stored(new bool[n]);  // NOLINT(modernize-avoid-c-arrays)
+  const auto hold = std::make_shared<KeyPins>();
+  const KeyedIndex::Hit hit = asked->match_for_peer(keys.data(), n, every, pins, result.addresses.data(), stored.get());
+  *hold = KeyPins(asked, std::move(pins));
+  result.addresses.resize(hit.found);
+  for (std::size_t i = 0; i < n; ++i) {
+    if (stored[i]) result.found[i / 8] |= static_cast<std::byte>(1U << i % 8);
+  }
+  add_instance(result.addresses);
+  if (hit.found > 0) result.hold = hold;
+  return result;
 }
 
 std::optional<Reservation> PeerBlocks::reserve(const ReserveSpec& spec, Writer writer, Room room) {

@@ -41,6 +41,8 @@ class PeerBlocks final : public BlockHost {
                                                 std::uint64_t bytes) override;
   void expect_staging_buffer() override;
   CachedPrefix match(std::string_view name_space, std::span<const Token> tokens) override;
+  StoredKeys match_keys(std::string_view cache, std::size_t key_bytes, std::span<const std::byte> keys,
+                        bool every) override;
   std::shared_ptr<const DeviceOrder> device_order() override;
   void hold_for_reading(std::span<const Address> addresses, std::uint64_t for_incarnation) override;
   void release_reading(std::span<const Address> addresses) noexcept override;

@@ -2,12 +2,13 @@
 
 #include <algorithm>
 #include <string>
-#include <string_view>
+#include <utility>
 
 #include "kvpool/arena/arena.h"
 #include "kvpool/base/error.h"
 #include "kvpool/blocks/device_mover.h"
 #include "kvpool/index/shared_keyed_index.h"
+#include "kvpool/pool/keyed_fill.h"
 
 namespace kvpool {
 namespace {
@@ -33,31 +34,11 @@ void for_each_piece(const Arena& arena, Address address, Visit&& visit) {
   }
 }
 
-// The positions of the keys that are not stored, ascending; of a key that stands there twice, the first.
-std::vector<std::size_t> first_of_each(const std::byte* keys, std::size_t key_bytes, std::size_t n,
-                                       const bool* stored) {
-  const auto key_at = [&](std::size_t i) {
-    return std::string_view(reinterpret_cast<const char*>(keys + i * key_bytes), key_bytes);
-  };
-  std::vector<std::size_t> positions;
-  for (std::size_t i = 0; i < n; ++i) {
-    if (!stored[i]) positions.push_back(i);
-  }
-  std::sort(positions.begin(), positions.end(), [&](std::size_t left, std::size_t right) {
-    const int order = key_at(left).compare(key_at(right));
-    return order < 0 || (order == 0 && left < right);
-  });
-  const auto end = std::unique(positions.begin(), positions.end(),
-                               [&](std::size_t left, std::size_t right) { return key_at(left) == key_at(right); });
-  positions.erase(end, positions.end());
-  std::sort(positions.begin(), positions.end());
-  return positions;
-}
-
 }  // namespace
 
-KeyedCache::KeyedCache(std::shared_ptr<Pool> pool, std::size_t key_bytes, std::size_t blocks_max)
-    : pool_(std::move(pool)),
+KeyedCache::KeyedCache(std::shared_ptr<Pool> pool, std::size_t key_bytes, std::size_t blocks_max, std::string name)
+    : name_(std::move(name)),
+      pool_(std::move(pool)),
       blocks_max_(checked_blocks_max(blocks_max, *pool_)),
       copiers_(pool_->executor(), kRowThreads),
       index_(key_bytes),
@@ -88,6 +69,13 @@ KeyedIndex::Hit KeyedCache::match(const std::byte* keys, std::size_t n, bool eve
   counters_.found_blocks += hit.found;
   counters_.missed_blocks += n - hit.found;
   return hit;
+}
+
+// What a peer asks for is no use of this pool's application.
+KeyedIndex::Hit KeyedCache::match_for_peer(const std::byte* keys, std::size_t n, bool every,
+                                           std::vector<KeyedEntry*>& pins, Address* addresses, bool* stored) {
+  const Lock lock = lock_open();
+  return index_.get(keys, n, every, pins, addresses, stored);
 }
 
 // --- room ---
@@ -171,50 +159,26 @@ std::vector<Address> KeyedCache::take(std::size_t n) {
 // copy(positions, fresh): fills fresh[i] with what belongs under the key at positions[i].
 template <class Copy>
 std::size_t KeyedCache::store(const std::byte* keys, std::size_t n, Copy&& copy) {
-  std::vector<KeyedEntry*> pinned;
-  std::vector<Address> addresses(n);
-  const std::unique_ptr<bool[]> stored(new bool[n]);  // NOLINT(modernize-avoid-c-arrays)
-  {
-    const Lock lock = lock_open();
-    index_.get(keys, n, /*every=*/true, pinned, addresses.data(), stored.get());
-  }
-  const KeyPins held(shared_from_this(), std::move(pinned));  // what is stored is not evicted for what comes
-  const std::vector<std::size_t> missing = first_of_each(keys, key_bytes(), n, stored.get());
-  std::vector<std::byte> new_keys;
-  for (const std::size_t i : missing) {
-    new_keys.insert(new_keys.end(), keys + i * key_bytes(), keys + (i + 1) * key_bytes());
-  }
-  const std::size_t m = missing.size();
-  std::vector<Address> fresh;
-  std::size_t added = 0;
-  if (m > 0) {
-    fresh = take(m);
-    std::vector<Address> duplicates;
-    Lock lock;
-    try {
-      duplicates.reserve(m);
-      copy(missing, fresh);
-      addresses.resize(m);
-      lock = lock_open();
-      added = index_.put(new_keys.data(), m, fresh.data(), addresses.data());
-    } catch (...) {
-      if (!lock.owns_lock()) lock = Lock(mutex_);
-      filling_ -= m;
-      free_blocks(fresh);
-      throw;
-    }
-    filling_ -= m;
-    for (std::size_t i = 0; i < m; ++i) {
-      if (addresses[i] != fresh[i]) duplicates.push_back(fresh[i]);
-    }
-    if (!duplicates.empty()) free_blocks(duplicates);
-    counters_.saved_blocks += added;
-    counters_.duplicate_blocks += n - added;
-  } else {
-    const std::lock_guard lock(mutex_);
-    counters_.duplicate_blocks += n;
-  }
+  KeyedFill fill(shared_from_this(), keys, n);
+  if (!fill.positions().empty()) copy(fill.positions(), fill.addresses());
+  const std::size_t added = fill.commit();
+  const std::lock_guard lock(mutex_);
+  counters_.duplicate_blocks += n - added;
   return added;
+}
+
+// Blocks that were being filled, and are not stored. Those that a peer may still write are refused, and come back to
+// the pool by themselves.
+void KeyedCache::give_up(std::span<const Address> fresh) noexcept {
+  if (fresh.empty()) return;
+  try {
+    pool_->guard_process();
+  } catch (...) {
+    return;  // another thread of the parent may hold the lock
+  }
+  const std::lock_guard lock(mutex_);
+  filling_ -= fresh.size();
+  free_blocks(fresh);
 }
 
 // copy(addresses): of the blocks that are stored from the first key on.

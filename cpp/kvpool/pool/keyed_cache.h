@@ -22,6 +22,7 @@
 #include <memory>
 #include <mutex>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "kvpool/exec/copy_threads.h"
@@ -46,11 +47,14 @@ struct KeyedCacheStats {
 class KeyedCache final : public KeyPinOwner, public std::enable_shared_from_this<KeyedCache> {
  public:
   // Throws kArgument for key_bytes as KeyedIndex does, and unless blocks_max is 1 to the pool's DRAM blocks.
-  KeyedCache(std::shared_ptr<Pool> pool, std::size_t key_bytes, std::size_t blocks_max);
+  // `name`: for peers, which ask for it once it is among Pool::named_caches(); "" for none.
+  KeyedCache(std::shared_ptr<Pool> pool, std::size_t key_bytes, std::size_t blocks_max, std::string name = {});
   ~KeyedCache() override;
   KeyedCache(const KeyedCache&) = delete;
   KeyedCache& operator=(const KeyedCache&) = delete;
 
+  bool stands_on(const Pool& pool) const noexcept { return pool_.get() == &pool; }
+  const std::string& name() const noexcept { return name_; }
   std::size_t key_bytes() const noexcept { return index_.key_bytes(); }
   std::size_t block_bytes() const noexcept { return pool_->layout().block_bytes(); }
 
@@ -59,6 +63,10 @@ class KeyedCache final : public KeyPinOwner, public std::enable_shared_from_this
   // The values are addresses, which are valid while the pins hold.
   KeyedIndex::Hit match(const std::byte* keys, std::size_t n, bool every, std::vector<KeyedEntry*>& pins,
                         Address* addresses, bool* stored);
+
+  // The same for a peer: it does not count among found and missed blocks.
+  KeyedIndex::Hit match_for_peer(const std::byte* keys, std::size_t n, bool every, std::vector<KeyedEntry*>& pins,
+                                 Address* addresses, bool* stored);
 
   // Stores copies of the caller's active HBM blocks, one for each key; of keys that are stored already, copies nothing.
   // Returns how many are new. `after`: as in Pool::swap_out. Throws kOutOfBlocks, and as Pool::copy().
@@ -87,6 +95,7 @@ class KeyedCache final : public KeyPinOwner, public std::enable_shared_from_this
   void audit();
 
  private:
+  friend class KeyedFill;
   using Lock = std::unique_lock<std::mutex>;
 
   Lock lock_open();
@@ -96,12 +105,14 @@ class KeyedCache final : public KeyPinOwner, public std::enable_shared_from_this
   void make_room(std::size_t n);
   std::size_t drop(std::size_t n) noexcept;
   void free_blocks(std::span<const Address> addresses) noexcept;
+  void give_up(std::span<const Address> fresh) noexcept;
   std::shared_ptr<Arena> memory_here();
   template <class Copy>
   std::size_t store(const std::byte* keys, std::size_t n, Copy&& copy);
   template <class Copy>
   std::size_t fetch(const std::byte* keys, std::size_t n, Copy&& copy);
 
+  const std::string name_;
   const std::shared_ptr<Pool> pool_;
   const std::size_t blocks_max_;
   CopyThreads copiers_;

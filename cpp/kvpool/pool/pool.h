@@ -34,6 +34,7 @@
 #include "kvpool/cuda/stream.h"
 #include "kvpool/index/pins.h"
 #include "kvpool/pool/cache_results.h"
+#include "kvpool/pool/named_caches.h"
 #include "kvpool/pool/pool_guard.h"
 #include "kvpool/pool/pool_observer.h"
 #include "kvpool/pool/pool_options.h"
@@ -77,6 +78,8 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool> {
   // Ends the pool: every verb but unpin throws kClosed from now on. Views of the memory stay valid. Idempotent.
   void close() noexcept;
   bool closed() const noexcept { return guard_.closed(); }
+  // The keyed caches that stand on it and have a name.
+  NamedCaches& named_caches() noexcept { return named_caches_; }
   // Every verb begins with this: throws kFork, kClosed, and the error with which the pool has failed.
   void guard() const { guard_.check(); }
   // For verbs that work on a failed pool: throws kFork, kClosed.
@@ -223,6 +226,7 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool> {
   void check_instance(std::uint32_t instance) const;
 
   PoolGuard guard_;
+  NamedCaches named_caches_;
   std::unique_ptr<Executor> executor_;
   std::unique_ptr<PoolMemory> memory_;
   std::shared_ptr<BlockSpace> space_;

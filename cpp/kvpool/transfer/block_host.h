@@ -52,6 +52,13 @@ struct Reservation {
   std::shared_ptr<void> hold;
 };
 
+// What is stored here under keys.
+struct StoredKeys {
+  Bytes found;                     // as in MatchedKeysBody
+  std::vector<Address> addresses;  // one for each key that is found
+  std::shared_ptr<void> hold;      // pins them; null if none is found
+};
+
 // A complete transfer: what to do with its blocks, and what to tell the application.
 struct Delivery {
   std::string peer;
@@ -144,6 +151,11 @@ class BlockHost {
 
   // The longest prefix of these tokens that is cached here and that a peer may read: see PromptCache::match_for_peer.
   virtual CachedPrefix match(std::string_view name_space, std::span<const Token> tokens) = 0;
+
+  // What the keyed cache of this name has stored under these keys: from the first on, or all with `every`. Throws
+  // kState if there is no such cache, kArgument if its keys have another length.
+  virtual StoredKeys match_keys(std::string_view cache, std::size_t key_bytes, std::span<const std::byte> keys,
+                                bool every) = 0;
 
   // The order after all work that this pool's GPU has been given so far; null without a GPU.
   virtual std::shared_ptr<const DeviceOrder> device_order() { return nullptr; }

@@ -11,6 +11,8 @@ namespace {
 constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
 constexpr std::int64_t kNsPerMs = 1'000'000;
 constexpr std::int64_t kRetryAfterUs = 10'000;
+// Of one question: a look-up of so many takes about a millisecond of the link's thread and of the cache's lock.
+constexpr std::size_t kKeysMax = 8192;
 
 // What the peer gets to know of a prompt. An answer has no more blocks than one fetch may ask for.
 CachedPrefix find(BlockHost& blocks, const MatchBody& body) {
@@ -23,13 +25,37 @@ CachedPrefix find(BlockHost& blocks, const MatchBody& body) {
 // Quick enough for the thread that reads the link: it takes no memory of the pool, and moves nothing.
 void HeldMatches::on_match(ServedCall& call, const MatchBody& body) {
   CachedPrefix found = find(host_.blocks(), body);
-  const std::int64_t hold_ms =
-      std::min<std::int64_t>(body.hold_ms, std::max<std::int64_t>(host_.limits().reserve_max_ns / kNsPerMs, 1));
-  MatchedBody answer{static_cast<std::uint32_t>(hold_ms), std::move(found.addresses)};
-  Bytes bytes = write_body(answer);  // what can fail comes before the hold
-  if (!answer.addresses.empty()) {
+  const std::size_t blocks = found.addresses.size();
+  const MatchedBody matched{hold_ms(body.hold_ms), std::move(found.addresses)};
+  answer(call, write_body(matched), matched.hold_ms, std::move(found.hold), blocks);
+}
+
+// As quick: kKeysMax bounds how many keys are looked up.
+void HeldMatches::on_match_keys(ServedCall& call, const MatchKeysBody& body) {
+  const std::size_t keys = body.keys.size() / body.key_bytes;
+  if (keys > kKeysMax) {
+    throw Error(ErrorCode::kArgument,
+                std::to_string(keys) + " keys in one question, which takes at most " + std::to_string(kKeysMax),
+                {{"given", static_cast<std::int64_t>(keys)}, {"maximum", static_cast<std::int64_t>(kKeysMax)}});
+  }
+  StoredKeys stored = host_.blocks().match_keys(body.cache, body.key_bytes, body.keys, body.every);
+  const std::size_t blocks = stored.addresses.size();
+  const MatchedKeysBody matched{hold_ms(body.hold_ms), std::move(stored.found), std::move(stored.addresses)};
+  answer(call, write_body(matched), matched.hold_ms, std::move(stored.hold), blocks);
+}
+
+// How long a peer gets a hold that wants it for so long.
+std::uint32_t HeldMatches::hold_ms(std::uint32_t wanted) const noexcept {
+  const std::int64_t most = std::max<std::int64_t>(host_.limits().reserve_max_ns / kNsPerMs, 1);
+  return static_cast<std::uint32_t>(std::min<std::int64_t>(wanted, most));
+}
+
+// What can fail comes before the hold.
+void HeldMatches::answer(ServedCall& call, Bytes&& bytes, std::uint32_t hold_ms, std::shared_ptr<void>&& hold,
+                         std::size_t blocks) {
+  if (blocks > 0) {
     const std::int64_t deadline_ns = host_.now_ns() + hold_ms * kNsPerMs;
-    add(call.id(), {std::move(found.hold), answer.addresses.size(), deadline_ns});
+    add(call.id(), {std::move(hold), blocks, deadline_ns});
     try {
       host_.tick_by(deadline_ns);  // behind it: a tick that comes now must see the hold
     } catch (...) {

@@ -1,5 +1,5 @@
-// The prompts that one peer has asked this pool for: the cached blocks of each are pinned, so that the peer can fetch
-// them by their addresses.
+// The prompts and the keys that one peer has asked this pool for: the blocks of each are pinned, so that the peer can
+// fetch them by their addresses.
 //
 // Invariant
 //   Y4  A hold belongs to one incarnation of one peer. It ends once: when the peer says so, at its deadline, or with
@@ -32,9 +32,10 @@ class HeldMatches {
   HeldMatches(const HeldMatches&) = delete;
   HeldMatches& operator=(const HeldMatches&) = delete;
 
-  // Calls of the peer; the id of the call is that of the hold. The first throws what the call is refused with: kBusy
-  // above the limits, kProtocol for an id that is held.
+  // Calls of the peer; the id of the call is that of the hold. The first two throw what the call is refused with: kBusy
+  // above the limits, kProtocol for an id that is held, and as BlockHost::match_keys().
   void on_match(ServedCall& call, const MatchBody& body);
+  void on_match_keys(ServedCall& call, const MatchKeysBody& body);
   // A hold that has ended, or never was, is no mistake of the peer.
   void on_unmatch(ServedCall& call);
 
@@ -50,6 +51,8 @@ class HeldMatches {
     std::size_t blocks = 0;
     std::int64_t deadline_ns = 0;
   };
+  std::uint32_t hold_ms(std::uint32_t wanted) const noexcept;
+  void answer(ServedCall& call, Bytes&& bytes, std::uint32_t hold_ms, std::shared_ptr<void>&& hold, std::size_t blocks);
   void add(std::uint64_t id, Held&& held);
   void end(std::uint64_t id) noexcept;
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstring>
 #include <string_view>
 
@@ -216,6 +217,61 @@ MatchedBody read_matched(std::span<const std::byte> bytes) {
   body.hold_ms = in.number<std::uint32_t>();
   body.addresses = in.array<Address>(kAddressesMax);
   in.finish();
+  return body;
+}
+
+Bytes write_body(const MatchKeysBody& body) {
+  Bytes out;
+  out.reserve(16 + body.cache.size() + body.keys.size());
+  WireWriter(out)
+      .number(body.hold_ms)
+      .number(static_cast<std::uint8_t>(body.every))
+      .number(body.key_bytes)
+      .blob(body.keys)
+      .text(body.cache);
+  return out;
+}
+
+MatchKeysBody read_match_keys(std::span<const std::byte> bytes) {
+  WireReader in(bytes);
+  MatchKeysBody body;
+  body.hold_ms = in.number<std::uint32_t>();
+  const auto every = in.number<std::uint8_t>();
+  if (every > 1) malformed("a flag of " + std::to_string(every));
+  body.every = every == 1;
+  body.key_bytes = in.number<std::uint8_t>();
+  if (body.key_bytes < kKeyBytesMin || body.key_bytes > kKeyBytesMax) {
+    malformed("keys of " + std::to_string(body.key_bytes) + " bytes");
+  }
+  body.keys = in.blob(kKeyListBytesMax);
+  if (body.keys.size() % body.key_bytes != 0) malformed("a part of a key");
+  const std::span<const std::byte> name = in.blob(kCacheNameBytesMax);
+  body.cache = {reinterpret_cast<const char*>(name.data()), name.size()};
+  in.finish();
+  return body;
+}
+
+Bytes write_body(const MatchedKeysBody& body) {
+  Bytes out;
+  out.reserve(12 + body.found.size() + body.addresses.size() * sizeof(Address));
+  WireWriter(out).number(body.hold_ms).blob(body.found).array(std::span<const Address>(body.addresses));
+  return out;
+}
+
+MatchedKeysBody read_matched_keys(std::span<const std::byte> bytes) {
+  WireReader in(bytes);
+  MatchedKeysBody body;
+  body.hold_ms = in.number<std::uint32_t>();
+  const std::span<const std::byte> found = in.blob(kMatchedKeysMax / 8);
+  body.found.assign(found.begin(), found.end());
+  body.addresses = in.array<Address>(kMatchedKeysMax);
+  in.finish();
+  std::size_t set = 0;
+  for (const std::byte eight : body.found) set += static_cast<std::size_t>(std::popcount(static_cast<unsigned>(eight)));
+  if (set != body.addresses.size()) {
+    malformed(std::to_string(set) + " keys are found, and there are " + std::to_string(body.addresses.size()) +
+              " addresses");
+  }
   return body;
 }
 

@@ -69,6 +69,21 @@ struct MatchedBody {
   std::vector<Address> addresses;  // of the owner: the cached beginning of the prompt
 };
 
+// Reads and writes the memory of others, too.
+struct MatchKeysBody {
+  std::uint32_t hold_ms = 0;
+  bool every = false;  // all that are stored, not only those before the first that is not
+  std::uint8_t key_bytes = 0;
+  std::span<const std::byte> keys;  // one after another
+  std::string_view cache;
+};
+
+struct MatchedKeysBody {
+  std::uint32_t hold_ms = 0;
+  Bytes found;                     // a bit for each key, from the lowest of the first byte on
+  std::vector<Address> addresses;  // of the owner: one for each bit that is set
+};
+
 inline constexpr std::size_t kErrorTextMax = 4096;
 inline constexpr std::size_t kErrorFieldsMax = 16;
 inline constexpr std::size_t kErrorNameMax = 64;
@@ -83,6 +98,8 @@ Bytes write_body(const CompleteBody& body);
 Bytes write_body(const FetchBody& body);
 Bytes write_body(const MatchBody& body);
 Bytes write_body(const MatchedBody& body);
+Bytes write_body(const MatchKeysBody& body);
+Bytes write_body(const MatchedKeysBody& body);
 Bytes write_addresses(std::span<const Address> addresses);  // of lend, return and complete
 Bytes write_error(const Error& error);                      // kRefused
 
@@ -94,6 +111,8 @@ CompleteBody read_complete(std::span<const std::byte> bytes);
 FetchBody read_fetch(std::span<const std::byte> bytes);
 MatchBody read_match(std::span<const std::byte> bytes);  // as long as the bytes are there, which are aligned for Token
 MatchedBody read_matched(std::span<const std::byte> bytes);
+MatchKeysBody read_match_keys(std::span<const std::byte> bytes);  // as long as the bytes are there
+MatchedKeysBody read_matched_keys(std::span<const std::byte> bytes);
 std::vector<Address> read_addresses(std::span<const std::byte> bytes);
 Error read_error(std::span<const std::byte> bytes);
 

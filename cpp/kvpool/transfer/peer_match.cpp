@@ -1,6 +1,7 @@
 #include "kvpool/transfer/peer_match.h"
 
 #include <algorithm>
+#include <string>
 #include <utility>
 
 #include "kvpool/base/failure.h"
@@ -16,16 +17,36 @@ std::uint32_t milliseconds(std::int64_t ns) noexcept {
   return static_cast<std::uint32_t>(std::clamp<std::int64_t>(ns / kNsPerMs, 0, kHoldMsMax));
 }
 
+void check_room(std::size_t given, std::size_t most, const char* what) {
+  if (given <= most) return;
+  throw Error(ErrorCode::kArgument,
+              "match of keys at a peer: " + std::to_string(given) + ' ' + what + "; at most " + std::to_string(most),
+              {{"given", static_cast<std::int64_t>(given)}, {"maximum", static_cast<std::int64_t>(most)}});
+}
+
 }  // namespace
 
 PeerMatch::PeerMatch(const MatchRequest& request, std::size_t block_tokens)
     : peer_(request.peer),
       deadline_ns_(request.deadline_ns),
+      verb_(kMatchVerb),
       pages_(request.tokens.size() / block_tokens),
       made_in_(fork_generation()) {
   const std::span<const Token> tokens = request.tokens.first(pages_ * block_tokens);
   check_prompt(tokens.size(), request.name_space, "match at a peer");
   message_ = write_body(MatchBody{milliseconds(request.hold_ns), tokens, request.name_space});
+}
+
+PeerMatch::PeerMatch(const KeyMatchRequest& request)
+    : peer_(request.peer),
+      deadline_ns_(request.deadline_ns),
+      verb_(kMatchKeysVerb),
+      pages_(request.keys.size() / request.key_bytes),
+      made_in_(fork_generation()) {
+  check_room(request.keys.size(), kKeyListBytesMax, "bytes of keys");
+  check_room(request.cache.size(), kCacheNameBytesMax, "bytes in the name of the cache");
+  message_ = write_body(MatchKeysBody{milliseconds(request.hold_ns), request.every,
+                                      static_cast<std::uint8_t>(request.key_bytes), request.keys, request.cache});
 }
 
 PeerMatch::~PeerMatch() { close(); }
@@ -46,7 +67,7 @@ void PeerMatch::ask(const std::shared_ptr<Session>& session) {
     id_ = id;
     asked_ns_ = session->host().now_ns();
   }
-  calls.begin(kMatchVerb, id, std::move(message_), deadline_ns_,
+  calls.begin(verb_, id, std::move(message_), deadline_ns_,
               [weak = weak_from_this(), lost = std::weak_ptr(session), id](const Message* answer, const Error* error) {
                 if (const auto match = weak.lock()) return match->on_end(answer, error);
                 const auto open = lost.lock();
@@ -81,7 +102,15 @@ void PeerMatch::let_go() const noexcept { session()->calls().post(kUnmatchVerb, 
 
 // Throws kProtocol for what no pool of ours answers, and std::bad_alloc.
 void PeerMatch::take(const Message& answer) {
-  MatchedBody body = read_matched(answer.body);
+  MatchedKeysBody body;
+  if (verb_.number == kMatchVerb.number) {
+    MatchedBody matched = read_matched(answer.body);
+    body.hold_ms = matched.hold_ms;
+    body.addresses = std::move(matched.addresses);
+  } else {
+    body = read_matched_keys(answer.body);
+    check_found(body.found);
+  }
   session()->check_of_peer(body.addresses);
   if (body.addresses.size() > pages_) {
     throw Error(ErrorCode::kProtocol, "peer " + peer_ + " has found more blocks than the prompt has");
@@ -90,6 +119,15 @@ void PeerMatch::take(const Message& answer) {
   if (over_) return;
   held_until_ns_ = asked_ns_ + body.hold_ms * kNsPerMs;
   found_ = std::move(body.addresses);
+  keys_found_ = std::move(body.found);
+}
+
+// A bit for each key, and none beyond them.
+void PeerMatch::check_found(std::span<const std::byte> found) const {
+  const std::size_t rest = pages_ % 8;
+  const bool beyond = rest != 0 && !found.empty() && std::to_integer<unsigned>(found.back()) >> rest != 0;
+  if (found.size() == (pages_ + 7) / 8 && !beyond) return;
+  throw Error(ErrorCode::kProtocol, "peer " + peer_ + " has answered for other keys than it was asked for");
 }
 
 void PeerMatch::finish(std::optional<Error> error) noexcept {

@@ -1,5 +1,5 @@
-// A question to a peer: which blocks of this prompt has it cached? The peer holds them until the hold ends: the other
-// end of held_matches.h.
+// A question to a peer: which blocks of this prompt has it cached, or stored under these keys? The peer holds them
+// until the hold ends: the other end of held_matches.h.
 //
 //   Y5  What a peer holds for this side is let go of once nobody here wants it: close(), the destructor, or an answer
 //       that comes after either. Else the hold's own deadline ends it.
@@ -31,11 +31,23 @@ struct MatchRequest {
   std::int64_t deadline_ns = 0;   // CLOCK_MONOTONIC: of the answer
 };
 
+struct KeyMatchRequest {
+  std::string peer;
+  std::string_view cache;  // its name at the peer
+  std::size_t key_bytes = 0;
+  std::span<const std::byte> keys;  // one after another
+  bool every = false;               // all that are stored, not only those before the first that is not
+  std::int64_t hold_ns = 0;
+  std::int64_t deadline_ns = 0;
+};
+
 class PeerMatch final : public std::enable_shared_from_this<PeerMatch> {
  public:
   // `block_tokens`: of this pool, and so of its peers. What the request names is read here, and not later. Throws
   // kArgument for what does not fit into a message.
   PeerMatch(const MatchRequest& request, std::size_t block_tokens);
+  // The same for keys. Throws kArgument for more than a message holds.
+  explicit PeerMatch(const KeyMatchRequest& request);
   // Closes it, and waits for nothing.
   ~PeerMatch();
   PeerMatch(const PeerMatch&) = delete;
@@ -52,8 +64,14 @@ class PeerMatch final : public std::enable_shared_from_this<PeerMatch> {
   bool done() const noexcept { return completion_.done(); }
   // Throws kPeerLost, kDeadline, kBusy, kUnsupported (an older peer), kCancelled (closed before it was answered).
   void rethrow_if_failed() const;
-  // Of the peer: the cached beginning of the prompt. Empty before the answer.
+  // Of the peer: the cached beginning of the prompt, or the blocks of the keys that are found. Empty before the answer.
   const std::vector<Address>& addresses() const noexcept { return found_; }
+  // Whether the key at this position is found. REQUIRES: keys were asked for, and it has ended.
+  bool has(std::size_t position) const noexcept {
+    const std::size_t eight = position / 8;
+    return eight < keys_found_.size() && (std::to_integer<unsigned>(keys_found_[eight]) >> position % 8 & 1U) != 0;
+  }
+  std::size_t pages() const noexcept { return pages_; }  // of the question: blocks of the prompt, or keys
   // Whether the hold is over: by close(), at its deadline, with the peer, or because there was no answer. True here
   // before the peer lets go.
   bool closed() const noexcept;
@@ -66,17 +84,20 @@ class PeerMatch final : public std::enable_shared_from_this<PeerMatch> {
  private:
   void on_end(const Message* answer, const Error* error) noexcept;
   void take(const Message& answer);
+  void check_found(std::span<const std::byte> found) const;
   void let_go() const noexcept;
   void finish(std::optional<Error> error) noexcept;
   std::shared_ptr<Session> session() const noexcept;
 
   const std::string peer_;
   const std::int64_t deadline_ns_;
-  const std::size_t pages_;      // of the prompt
+  const Verb& verb_;
+  const std::size_t pages_;      // of the prompt, or keys
   Bytes message_;                // until it is sent
   const std::uint32_t made_in_;  // fork generation
   Completion completion_;
-  std::vector<Address> found_;  // written before completion_
+  std::vector<Address> found_;  // written before completion_, as the next
+  Bytes keys_found_;            // bits
   mutable std::mutex mutex_;    // guards the next; not held while a message is sent
   std::shared_ptr<Session> session_;
   std::uint64_t id_ = 0;

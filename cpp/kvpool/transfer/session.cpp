@@ -240,6 +240,9 @@ void Session::serve_verbs() {
         [this](const CallPointer& call, const std::vector<Address>& addresses) { on_recall(call, addresses); });
   calls_->serve(kMatchVerb, PeerCalls::Runs::kHere,
                 [this](const CallPointer& call, Bytes&& request) { matches_->on_match(*call, read_match(request)); });
+  calls_->serve(kMatchKeysVerb, PeerCalls::Runs::kHere, [this](const CallPointer& call, Bytes&& request) {
+    matches_->on_match_keys(*call, read_match_keys(request));
+  });
   calls_->serve(kUnmatchVerb, PeerCalls::Runs::kHere,
                 [this](const CallPointer& call, Bytes&& /*request*/) { matches_->on_unmatch(*call); });
   calls_->serve(kAbandonVerb, PeerCalls::Runs::kHere,
@@ -248,9 +251,11 @@ void Session::serve_verbs() {
   calls_->when_late(kLendVerb, [this](Message&& answer) {
     if (answer.kind == FrameKind::kAnswer) calls_->post(kReturnVerb, calls_->next_id(), answer.body);
   });
-  calls_->when_late(kMatchVerb, [this](Message&& answer) {
-    if (answer.kind == FrameKind::kAnswer) calls_->post(kUnmatchVerb, answer.id);
-  });
+  for (const Verb* const verb : {&kMatchVerb, &kMatchKeysVerb}) {
+    calls_->when_late(*verb, [this](Message&& answer) {
+      if (answer.kind == FrameKind::kAnswer) calls_->post(kUnmatchVerb, answer.id);
+    });
+  }
   calls_->when_late(kRecallVerb, [=](Message&& answer) {
     if (answer.kind == FrameKind::kAnswer) receiver->on_recall_over(answer.id);
   });

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "kvpool/base/address.h"
+#include "kvpool/base/key_bytes.h"
 #include "kvpool/net/frame.h"
 
 namespace kvpool {
@@ -28,6 +29,9 @@ struct Verb {
 inline constexpr std::size_t kAddressesMax = std::size_t{1} << 19;  // of one request
 inline constexpr std::size_t kNamespaceBytesMax = 65536;
 inline constexpr std::size_t kAddressListBytesMax = sizeof(std::uint32_t) + kAddressesMax * sizeof(Address);
+inline constexpr std::size_t kKeyListBytesMax = std::size_t{1} << 20;  // the thread that reads the link looks them up
+inline constexpr std::size_t kMatchedKeysMax = kKeyListBytesMax / kKeyBytesMin;
+inline constexpr std::size_t kCacheNameBytesMax = 255;
 
 // Lend me blocks.
 inline constexpr Verb kLendVerb{1, "lend", 16, kAddressListBytesMax};
@@ -75,5 +79,10 @@ inline constexpr Verb kUnmatchVerb{12,
                                    /*frees_blocks=*/false,
                                    /*answer_frees_blocks=*/false,
                                    /*never_busy=*/true};
+
+// Which blocks have you stored under these keys, in your keyed cache of this name? Hold them; the id of the call is
+// that of the hold.
+inline constexpr Verb kMatchKeysVerb{13, "match keys", 16 + kCacheNameBytesMax + kKeyListBytesMax,
+                                     16 + kMatchedKeysMax / 8 + kMatchedKeysMax * sizeof(Address)};
 
 }  // namespace kvpool

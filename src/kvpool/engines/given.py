@@ -7,7 +7,9 @@ from typing import Any
 
 from kvpool.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["check_amount", "check_known", "check_memory"]
+__all__ = ["check_amount", "check_cluster", "check_known", "check_memory"]
+
+_OF_CLUSTERS = ("lease", "heartbeat", "timeout", "tls_ca", "tls_cert", "tls_key", "user")
 
 
 def check_known(where: str, given: Collection[str], known: Collection[str]) -> None:
@@ -41,3 +43,33 @@ def check_amount(where: str, name: str, value: Any, types: tuple[type, ...]) -> 
     number: Any = value
     if not 0 < number < 1 << 40:  # not NaN either
         raise ArgumentError(f"{where}: {name} is {value}; it must be above 0", value=value)
+
+
+def check_cluster(where: str, given: Mapping[str, Any], of_members: Collection[str]) -> None:
+    """Checks ``name``, ``cluster``, ``cluster_options``, and that what is for members comes with ``cluster``.
+
+    Args:
+        where: As above.
+        given: All that the user has set.
+        of_members: The options that only a member of a cluster needs.
+
+    Raises:
+        ArgumentError: One of them stands there without ``cluster``; or an option of the cluster is unknown.
+        ArgumentTypeError: One has the wrong type.
+    """
+    for name in ("name", "cluster"):
+        if not isinstance(given.get(name), str | None):
+            raise ArgumentTypeError(f"{where}: {name} must be a text")
+    options = given.get("cluster_options", {})
+    if not isinstance(options, Mapping):
+        raise ArgumentTypeError(f"{where}: cluster_options must be an object")
+    strange = sorted(set(options) - set(_OF_CLUSTERS))
+    if strange:
+        raise ArgumentError(
+            f"{where}: cluster_options has {', '.join(map(str, strange))}; it may have {', '.join(_OF_CLUSTERS)} (the "
+            "password is KVPOOL_ETCD_PASSWORD)",
+            unknown=strange,
+        )
+    alone = [name for name in of_members if name in given]
+    if alone and not given.get("cluster"):
+        raise ArgumentError(f"{where}: {', '.join(alone)} is for a member of a cluster: give cluster, too")

@@ -11,13 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool import _core
-from kvpool.arguments import flag_from, int_from
-from kvpool.errors import ArgumentError, StateError
+from kvpool.arguments import flag_from, int_from, seconds_from
+from kvpool.errors import ArgumentError, ArgumentTypeError, StateError
 from kvpool.peers.callback import PeerCallback, PeerEvent, RecallResult
 from kvpool.peers.info import PeerInfo
 from kvpool.peers.service import NetworkedPool
-from kvpool.transfer.peer_match import PeerMatch, names_of, wait_for_all
-from kvpool.types import TokenVector, TransferTotals
+from kvpool.transfer.key_fetch import fetch_keys
+from kvpool.transfer.peer_match import PeerKeyMatch, PeerMatch, names_of, wait_for_all
+from kvpool.types import Keys, TokenVector, TransferTotals
 from kvpool.types.addresses import AddressLike, with_instance
 
 __all__ = ["Peers"]
@@ -29,6 +30,7 @@ _RECALL_MAX: Final = 1 << 19  # blocks in one call
 # In the class the name `list` is the method.
 _Infos: TypeAlias = list[PeerInfo]
 _Matches: TypeAlias = list[PeerMatch]
+_KeyMatches: TypeAlias = list[PeerKeyMatch]
 _Names: TypeAlias = list[str] | tuple[str, ...]
 
 
@@ -212,6 +214,114 @@ class Peers:
         if wait:
             wait_for_all(matches)
         return matches
+
+    @overload
+    def match_keys(
+        self,
+        peer: str,
+        cache: _core.KeyedCache,
+        keys: Keys,
+        *,
+        every: bool = False,
+        hold: float | None = None,
+        timeout: float | None = None,
+        wait: bool = True,
+    ) -> PeerKeyMatch: ...
+    @overload
+    def match_keys(
+        self,
+        peer: _Names,
+        cache: _core.KeyedCache,
+        keys: Keys,
+        *,
+        every: bool = False,
+        hold: float | None = None,
+        timeout: float | None = None,
+        wait: bool = True,
+    ) -> _KeyMatches: ...
+    def match_keys(
+        self,
+        peer: str | _Names,
+        cache: _core.KeyedCache,
+        keys: Keys,
+        *,
+        every: bool = False,
+        hold: float | None = None,
+        timeout: float | None = None,
+        wait: bool = True,
+    ) -> PeerKeyMatch | _KeyMatches:
+        """Asks a peer, or several at once, which keys its cache has stored, and to keep their blocks.
+
+        As `match`, for keys in place of tokens.
+
+        Args:
+            peer: As in `match`.
+            cache: A KeyedCache of this pool that has a name: the peer's cache of that name is asked. This one's keys
+                have the same length.
+            keys: As in `KeyedCache.match`; at most 8,192.
+            every: Find all keys that are stored, also behind one that is not.
+            hold: As in `match`.
+            timeout: As in `match`.
+            wait: As in `match`.
+
+        Returns:
+            A PeerKeyMatch, or with several peers a list of one for each, as in `match`.
+
+        Raises:
+            PeerLost, DeadlineExceeded, Busy, Unsupported: As in `match`.
+            StateError: The peer has no open cache of this name. Or this pool has no peers yet.
+            ArgumentError: The keys of the peer's cache have another length; or there are too many.
+            Fenced: As in `match`.
+            ArgumentError, ArgumentTypeError: A wrong value; or the cache has no name, or is of another pool. Nobody was
+                asked.
+        """
+        pool = self._pool
+        wait = flag_from(wait, "wait")
+        if isinstance(peer, str):
+            match = pool._match_keys_at(peer, cache, keys, every, hold, timeout)
+            match.wait() if wait else None
+            return match
+        matches = [pool._match_keys_at(name, cache, keys, every, hold, timeout) for name in names_of(peer)]
+        if wait:
+            wait_for_all(matches)
+        return matches
+
+    def fetch_keys(
+        self,
+        peer: str | _Names,
+        cache: _core.KeyedCache,
+        keys: Keys,
+        *,
+        timeout: float | None = None,
+        ask_timeout: float | None = None,
+    ) -> _core.KeyedMatch:
+        """Brings what peers have stored under keys, and this pool's cache has not, into the cache.
+
+        All peers are asked at once, and each block is fetched from one that has it, into DRAM. A peer that is lost,
+        refuses or does not answer in time costs only its blocks. A block is stored whole or not at all. Ctrl-C cancels
+        the fetches, and gives their blocks back. Releases the GIL.
+
+        Args:
+            peer: As in `match`.
+            cache: As in `match_keys`.
+            keys: As in `KeyedCache.match`. Peers are asked for at most 8,192 at a time.
+            timeout: Seconds for all of it; None: the setting ``timeout_s``.
+            ask_timeout: Seconds of these in which a peer must have answered a question; None: half of them.
+
+        Returns:
+            A KeyedMatch of all keys that are stored here now (``every=True``), wherever they came from: pinned until it
+            is closed.
+
+        Raises:
+            OutOfBlocks: The cache has no room for all that the peers have. What had room was fetched.
+            StateError, Fenced, ArgumentError, ArgumentTypeError: As in `match_keys`; nobody was asked.
+        """
+        pool = self._pool
+        if not isinstance(cache, _core.KeyedCache):
+            raise ArgumentTypeError(f"cache must be a KeyedCache, not {type(cache).__name__}")
+        seconds = pool.settings.timeout_s if timeout is None else seconds_from(timeout, "timeout")
+        ask = seconds / 2 if ask_timeout is None else min(seconds_from(ask_timeout, "ask_timeout"), seconds)
+        return fetch_keys(pool, cache, [peer] if isinstance(peer, str) else names_of(peer), keys, seconds, ask)
 
     def recall(self, peer: str, blocks: object = None, *, timeout: float | None = None) -> RecallResult:
         """Asks a peer to give back blocks that are lent to it, and at the deadline takes those that it has not.

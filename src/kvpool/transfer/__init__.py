@@ -3,7 +3,7 @@
 from kvpool._core import TransferStream
 from kvpool.transfer.batch import Batch
 from kvpool.transfer.handle import Transfer
-from kvpool.transfer.peer_match import PeerMatch
+from kvpool.transfer.peer_match import PeerKeyMatch, PeerMatch
 from kvpool.transfer.received import Received, ReceivedCallback
 from kvpool.transfer.reshard import ParallelConfig
 from kvpool.types import TransferSpec, TransferStats, TransferTotals
@@ -11,6 +11,7 @@ from kvpool.types import TransferSpec, TransferStats, TransferTotals
 __all__ = [
     "Batch",
     "ParallelConfig",
+    "PeerKeyMatch",
     "PeerMatch",
     "Received",
     "ReceivedCallback",

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import Any
 
-from kvpool._core import PeerMatch
+from kvpool._core import PeerKeyMatch, PeerMatch
 from kvpool.errors import ArgumentTypeError
 from kvpool.waiting.coroutines import until_done
 
-__all__ = ["PeerMatch", "names_of", "wait_for_all"]
+__all__ = ["PeerKeyMatch", "PeerMatch", "names_of", "wait_for_all"]
 
 
 def names_of(peers: object) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -40,7 +41,7 @@ def config(
         worker_kv_bytes_per_block=block_bytes // world_size,
         enable_kv_cache_events=False,
         extra_config={"cpu_bytes_to_use": primary * block_bytes, "secondary_tiers": [{"type": TIER, **tier}]},
-        engine_id=f"kvpool-test-{next(_engines)}",
+        engine_id=f"kvpool-test-{os.getpid()}-{next(_engines)}",  # names a file in /dev/shm
         model=OffloadingModelConfig(model, "float32"),
         cache=OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=1),
         parallel=OffloadingParallelConfig(0, world_size, world_size, 1, 1, 1, 0, 1, None, True),

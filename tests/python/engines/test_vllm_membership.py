@@ -7,8 +7,8 @@ from attach_kit import eventually, names
 from kit import small_pool
 
 import kvpool
+from kvpool.engines.membership import Published
 from kvpool.engines.vllm.members import ROLES, Membership
-from kvpool.engines.vllm.published import Published
 
 
 def test_a_member_is_known_by_name_and_role_until_it_leaves(url):

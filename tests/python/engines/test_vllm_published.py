@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvpool.engines.vllm.published import NOTHING, Published, published_by
+from kvpool.engines.membership import NOTHING, Published
+from kvpool.engines.vllm.published import published_by
 
 URL = "http://10.0.0.5:8000"
 

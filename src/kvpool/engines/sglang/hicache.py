@@ -29,10 +29,11 @@ from sglang.srt.mem_cache.hicache_storage import (  # noqa: E402
     PoolTransferResult,
 )
 from sglang.srt.observability.metrics_collector import StorageMetrics  # noqa: E402
+from sglang.srt.runtime_context import get_parallel  # noqa: E402
 
-from kvpool.engines.sglang.options import Options  # noqa: E402
+from kvpool.engines.sglang.options import HiCacheOptions  # noqa: E402
 from kvpool.engines.sglang.storages import KV, Storages  # noqa: E402
-from kvpool.engines.sglang.store import Store, bytes_of, guarded, hex_keys_of  # noqa: E402
+from kvpool.engines.sglang.store import Store, bytes_of, exists, fetched, guarded, hex_keys_of  # noqa: E402
 from kvpool.errors import Unsupported  # noqa: E402
 
 __all__ = ["KvpoolHiCache"]
@@ -62,7 +63,8 @@ class KvpoolHiCache(HiCacheStorage):  # type: ignore[misc]
                 "with latent attention SGLang lets one rank write for all, and each rank has its own store here: "
                 "kvpool supports such models with one rank"
             )
-        self._storages = Storages(Options.parse(storage_config.extra_config or {}, _OF_SGLANG))
+        options = HiCacheOptions.parse(storage_config.extra_config or {}, _OF_SGLANG)
+        self._storages = Storages(options, _rank_of(storage_config), _replica_of(storage_config))
         self._metrics = StorageMetrics()
 
     # ---- what SGLang's host memory is
@@ -169,7 +171,8 @@ class KvpoolHiCache(HiCacheStorage):  # type: ignore[misc]
             if store is None:
                 return [None] * len(keys)
             rows = np.empty((len(keys), store.cache.block_bytes), np.uint8)
-            loaded = guarded("load", lambda: store.cache.get(hex_keys_of(keys), rows), 0)
+            with fetched(store, keys):
+                loaded = guarded("load", lambda: store.cache.get(hex_keys_of(keys), rows), 0)
         for row, target in zip(rows[:loaded], targets, strict=False):
             bytes_of(target)[:] = row
         return targets[:loaded] + [None] * (len(keys) - loaded)
@@ -193,12 +196,12 @@ class KvpoolHiCache(HiCacheStorage):  # type: ignore[misc]
 
     def _count(self, pool: str, keys: list[str]) -> int:
         with self._storages.use(pool) as store:
-            return 0 if store is None else guarded("look up", lambda: store.cache.count(hex_keys_of(keys)), 0)
+            return 0 if store is None else guarded("look up", lambda: _first(exists(store, keys)), 0)
 
     def _exists(self, pool: str, keys: list[str]) -> npt.NDArray[np.bool_]:
         none = np.zeros(len(keys), bool)
         with self._storages.use(pool) as store:
-            return none if store is None else guarded("look up", lambda: store.cache.exists(hex_keys_of(keys)), none)
+            return none if store is None else guarded("look up", lambda: exists(store, keys), none)
 
     def _transfer(self, move: Callable[[str, int, list[str], Any], list[bool]], transfer: PoolTransfer) -> list[bool]:
         host_pool = self.registered_pools[transfer.name]
@@ -223,7 +226,8 @@ class KvpoolHiCache(HiCacheStorage):  # type: ignore[misc]
             if store is None or pages is None:
                 return [False] * len(keys)
             began = time.perf_counter()
-            loaded = guarded("load", lambda: store.load(keys, pages), 0)
+            with fetched(store, keys):
+                loaded = guarded("load", lambda: store.load(keys, pages), 0)
             if loaded:
                 self._count_pages(self._metrics.prefetch_pgs, self._metrics.prefetch_bandwidth, store, loaded, began)
             return [at < loaded for at in range(len(keys))]
@@ -231,6 +235,27 @@ class KvpoolHiCache(HiCacheStorage):  # type: ignore[misc]
     def _count_pages(self, pages: list[int], rates: list[float], store: Store, n: int, began: float) -> None:
         pages.append(n)
         rates.append(n * store.cache.block_bytes / max(time.perf_counter() - began, 1e-9) / 1e9)
+
+
+def _rank_of(config: Any) -> str:
+    """The part of each page that this rank has: members that share pages have the same."""
+    return (
+        f"tp{config.tp_rank}of{config.tp_size}-pp{config.pp_rank}of{config.pp_size}"
+        f"-cp{config.attn_cp_rank}of{config.attn_cp_size}"
+    )
+
+
+def _replica_of(config: Any) -> int:
+    """The data-parallel replica. SGLang tells a storage only with attention that is data-parallel."""
+    try:
+        return config.dp_rank or get_parallel().dp_rank or 0
+    except RuntimeError:  # nobody has said it in this process
+        return 0
+
+
+def _first(stored: npt.NDArray[np.bool_]) -> int:
+    missing = np.flatnonzero(~stored)
+    return int(missing[0]) if len(missing) else len(stored)
 
 
 def _pages_of(pool: str, page_tokens: int, keys: Sequence[str], host_indices: Any) -> npt.NDArray[np.int64] | None:
@@ -245,7 +270,6 @@ def _pages_of(pool: str, page_tokens: int, keys: Sequence[str], host_indices: An
 def _restorable(stored: npt.NDArray[np.bool_], transfer: PoolTransfer) -> set[int]:
     """Lengths of the prefix, in pages, that a pool can restore."""
     if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
-        missing = np.flatnonzero(~stored)
-        return set(range(1, int(missing[0] if len(missing) else len(stored)) + 1))
+        return set(range(1, _first(stored) + 1))
     window = max(1, len(transfer.keys) if transfer.keys else 1)
     return {end for end in range(1, len(stored) + 1) if stored[max(0, end - window) : end].all()}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
-from kvpool.engines.given import check_known, check_memory
+from kvpool.engines.given import check_amount, check_cluster, check_known, check_memory
 from kvpool.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["GIB", "LinkerOptions", "Options"]
+__all__ = ["GIB", "HiCacheOptions", "LinkerOptions", "Options"]
 
 GIB = 1 << 30
 
@@ -17,6 +17,7 @@ _Own = TypeVar("_Own", bound="Options")
 
 
 _WHERE: Final = "the configuration"
+_OF_MEMBERS: Final = ("cluster_options", "listen", "fetch_timeout_s")
 
 
 @dataclass(frozen=True)
@@ -84,4 +85,40 @@ class LinkerOptions(Options):
         options = super().parse(extra, others)
         if not isinstance(options.keep_on_flush, bool):
             raise ArgumentTypeError("keep_on_flush must be true or false")
+        return options
+
+
+@dataclass(frozen=True)
+class HiCacheOptions(Options):
+    """The options of a HiCache.
+
+    Attributes:
+        name: Of this engine among the members of the cluster; each of its stores adds its own ending.
+        cluster: The URL of a cluster: what is missing here is looked for at the other members, and fetched.
+        cluster_options: More for `Cluster.join`, such as ``tls_ca``, or ``lease``, which is 15 seconds by default.
+        listen: The addresses for other members, as for `Pool.attach`.
+        model: A fingerprint of the model. A cluster needs it: members that say something else are refused.
+        fetch_timeout_s: Seconds that a fetch may take.
+    """
+
+    name: str | None = None
+    cluster: str | None = None
+    cluster_options: Mapping[str, Any] = field(default_factory=dict)
+    listen: str | list[str] | None = None
+    model: str = ""
+    fetch_timeout_s: float = 5.0
+
+    @classmethod
+    def parse(cls, extra: Mapping[str, Any], others: Collection[str] = ()) -> HiCacheOptions:
+        """As Options.parse. Raises ArgumentError for a member without a model, too."""
+        options = super().parse(extra, others)
+        check_amount(_WHERE, "fetch_timeout_s", options.fetch_timeout_s, (int, float))
+        check_cluster(_WHERE, extra, _OF_MEMBERS)
+        if not isinstance(options.model, str):
+            raise ArgumentTypeError(f"{_WHERE}: model must be a text")
+        if options.cluster and not options.model:
+            raise ArgumentError(
+                f"{_WHERE}: a member of a cluster needs model. SGLang's keys do not say all that pages depend on: give "
+                "another text for each revision, quantization and setting of the model, and for each attention backend"
+            )
         return options

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kvpool.engines.sglang.options import Options
+from kvpool.engines.keyed_members import KeyedMembers
+from kvpool.engines.membership import Membership
+from kvpool.engines.packing import marked
+from kvpool.engines.sglang.options import HiCacheOptions
 from kvpool.engines.sglang.pages import host_pieces
-from kvpool.engines.sglang.store import AdoptedStore, FlatStore, Store, flat_page_bytes
+from kvpool.engines.sglang.store import AdoptedStore, FlatStore, Store, drop_all, flat_page_bytes
 from kvpool.errors import Unsupported
 
 __all__ = ["KV", "Storages"]
@@ -27,11 +31,17 @@ class Storages:
     computed before it, and a page that a load holds would stay.
 
     Args:
-        options: How much memory.
+        options: How much memory, and which cluster.
+        rank: Which part of each page this rank has, of how many: members with the same part ask each other.
+        replica: Which of the engine's data-parallel replicas it is in: they have the same `rank`, and other names.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: HiCacheOptions, rank: str, replica: int = 0) -> None:
         self._options = options
+        self._rank = rank
+        self._engine = options.name or f"hicache-{secrets.token_hex(8)}"
+        if replica:
+            self._engine += f"-dp{replica}"
         self._hosts: dict[str, Any] = {}
         self._stores: dict[str, Store] = {}
         self._changed = threading.Condition()
@@ -51,6 +61,7 @@ class Storages:
         Raises:
             ArgumentError: Not even one page fits into the memory.
             OutOfMemory: The machine has not so much memory.
+            Whatever `Cluster.join` and `Pool.attach` raise.
             Unsupported, LayoutMismatch: A host pool's pages are of no kind that kvpool knows, or SGLang does not give
                 them out one by one, or they have no bytes.
         """
@@ -65,7 +76,13 @@ class Storages:
         pages = self._options.pages(sum(sizes.values()))
         try:
             for name, own in pieces.items():
-                self._stores[name] = FlatStore(self._hosts[name], pages) if own is None else AdoptedStore(own, pages)
+                part, settings = self._part(name), self._settings(name)
+                store = self._stores[name] = (
+                    FlatStore(self._hosts[name], pages, part, **settings)
+                    if own is None
+                    else AdoptedStore(own, pages, part, **settings)
+                )
+                self._join(name, store)
         except BaseException:
             self.close()
             raise
@@ -85,14 +102,17 @@ class Storages:
                 self._changed.notify_all()
 
     def clear(self) -> None:
-        """Drops all pages, after the copies that are under way."""
+        """Drops all pages, after the copies that are under way.
+
+        From now on those of other members are not found here, nor these by them, until they were cleared as often.
+        """
         with self._changed:
             self._changed.wait_for(lambda: not self._clearing)
             self._clearing = True
             self._changed.wait_for(lambda: not self._users)
         try:
             for store in self._stores.values():
-                store.cache.evict(len(store.cache))
+                drop_all(store)
         finally:
             with self._changed:
                 self._clearing = False
@@ -102,5 +122,33 @@ class Storages:
         """Gives all memory back. Idempotent."""
         stores, self._stores = self._stores, {}
         for store in stores.values():
+            if store.members is not None:
+                store.members.close()
             store.cache.close()
             store.pool.close()
+
+    def _settings(self, name: str) -> dict[str, Any]:
+        """Of the pool of a store. Its model says how pages are packed, too: see `kvpool.engines.packing`."""
+        options = self._options
+        if not options.cluster:
+            return {}
+        model = marked(options.model, _packing(self._hosts[name]))
+        return {"model": model, "name": f"{self._engine}-{self._part(name)}"}
+
+    def _join(self, name: str, store: Store) -> None:
+        """Makes a store a member of the cluster, if there is one."""
+        options = self._options
+        if options.cluster:
+            membership = Membership(store.pool, options.cluster, "both", options.listen, options.cluster_options)
+            ending = f"-{self._part(name)}"
+            store.members = KeyedMembers(store.pool, store.cache, membership, ending, options.fetch_timeout_s)
+
+    def _part(self, name: str) -> str:
+        """What the pages of a store are, in the same words at each member. Nobody fetches those of another rank."""
+        return f"{name}-{self._rank}"
+
+
+def _packing(host: Any) -> str:
+    """What the bytes of a page depend on beside the tokens and the model, as text."""
+    facts = (type(host).__name__, getattr(host, "layout", ""), host.dtype, f"{host.page_size} tokens")
+    return " ".join(map(str, facts))

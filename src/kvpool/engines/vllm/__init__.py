@@ -16,6 +16,7 @@ What a request has computed is copied to a pool in DRAM, block by block, and com
     expected, arrivals  prompts that come from others: which requests wait for them; what has come
     scheduler_index, worker_pool   the same where workers are other processes: an index, and a pool for each worker
     tier, tier_store    below vLLM's own offloading instead: a secondary tier of it, and its memory
+    tier_members  what other members have of the keys that vLLM looks up in it
     layouts       what a page of vLLM's tensors holds
     options       kv_connector_extra_config
 

@@ -7,19 +7,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from kvpool.engines.given import check_amount, check_known, check_memory
+from kvpool.engines.given import check_amount, check_cluster, check_known, check_memory
 from kvpool.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["GIB", "Options", "replica_of"]
+__all__ = ["GIB", "Options", "replica_ending", "replica_of"]
 
 GIB = 1 << 30
 _REPLICA = re.compile(r"_dp(\d+)\Z")
 _WHERE: Final = "kv_connector_extra_config"
-_OF_CLUSTERS = ("lease", "heartbeat", "timeout", "tls_ca", "tls_cert", "tls_key", "user")
 _OF_MEMBERS = ("cluster_options", "listen", "url", "by_layer", "pull", "transfer_timeout_s")
 
 # vLLM itself notices workers that hang. One that gets no CPU for a while is to keep its part of the cache.
 _LEASE_SECONDS = 60.0
+
+
+def replica_of(engine_id: str) -> int | None:
+    """The data-parallel rank in the id of one of vLLM's engines; None if the server has one engine."""
+    found = _REPLICA.search(engine_id)
+    return None if found is None else int(found[1])
+
+
+def replica_ending(engine_id: str) -> str:
+    """What a name says of a data-parallel replica, such as "-dp0"; "" for an engine without replicas."""
+    replica = replica_of(engine_id)
+    return "" if replica is None else f"-dp{replica}"
 
 
 @dataclass(frozen=True)
@@ -69,23 +80,9 @@ class Options:
         for name in ("async_load", "by_layer", "pull"):
             if not isinstance(getattr(options, name), bool):
                 raise ArgumentTypeError(f"kv_connector_extra_config: {name} must be true or false")
-        for name in ("name", "cluster", "url"):
-            if not isinstance(getattr(options, name), str | None):
-                raise ArgumentTypeError(f"kv_connector_extra_config: {name} must be a text")
-        if not isinstance(options.cluster_options, Mapping):
-            raise ArgumentTypeError("kv_connector_extra_config: cluster_options must be an object")
-        strange = sorted(set(options.cluster_options) - set(_OF_CLUSTERS))
-        if strange:
-            raise ArgumentError(
-                f"kv_connector_extra_config: cluster_options has {', '.join(map(str, strange))}; it may have "
-                f"{', '.join(_OF_CLUSTERS)} (the password is KVPOOL_ETCD_PASSWORD)",
-                unknown=strange,
-            )
-        alone = [name for name in _OF_MEMBERS if name in extra]
-        if alone and not options.cluster:
-            raise ArgumentError(
-                f"kv_connector_extra_config: {', '.join(alone)} is for a member of a cluster: give cluster, too"
-            )
+        if not isinstance(options.url, str):
+            raise ArgumentTypeError(f"{_WHERE}: url must be a text")
+        check_cluster(_WHERE, extra, _OF_MEMBERS)
         return options
 
     @property
@@ -106,8 +103,7 @@ class Options:
         Args:
             engine_id: vLLM's. Only this tells replicas apart: those of a dense model hear nothing of each other.
         """
-        replica = replica_of(engine_id)
-        return self if self.name is None or replica is None else replace(self, name=f"{self.name}-dp{replica}")
+        return self if self.name is None else replace(self, name=self.name + replica_ending(engine_id))
 
     def blocks(self, block_bytes: int, workers: int = 1) -> int:
         """How many blocks of DRAM a worker's pool gets.
@@ -129,9 +125,3 @@ class Options:
                 block_bytes=block_bytes,
             )
         return blocks
-
-
-def replica_of(engine_id: str) -> int | None:
-    """The data-parallel rank in the id of one of vLLM's engines; None if the server has one engine."""
-    found = _REPLICA.search(engine_id)
-    return None if found is None else int(found[1])

@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 from urllib.parse import urlsplit
 
+from kvpool.engines.membership import NOTHING, Published
 from kvpool.engines.vllm.options import replica_of
 
-__all__ = ["NOTHING", "Published", "published_by"]
-
-
-@dataclass(frozen=True)
-class Published:
-    """For `Pool.attach`, whose arguments these are.
-
-    Attributes:
-        events: Where vLLM publishes, to connect to; "" for nowhere.
-        replay: Where it repeats what it has published.
-        rank: Of the engine at its URL; None if the server has one rank.
-    """
-
-    events: str = ""
-    replay: str = ""
-    rank: int | None = None
-
-
-NOTHING: Final = Published()
+__all__ = ["published_by"]
 
 
 def published_by(vllm_config: Any, url: str, engine_id: str) -> Published:

@@ -7,6 +7,7 @@ after a failure is that the blocks were not loaded, or not stored: then it compu
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -35,6 +36,7 @@ from vllm.v1.kv_offload.base import (  # noqa: E402
 from vllm.v1.kv_offload.file_mapper import FileMapper  # noqa: E402
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob  # noqa: E402
 
+from kvpool.engines.vllm.tier_members import Elsewhere, TierMembers  # noqa: E402
 from kvpool.engines.vllm.tier_store import Keys, TierOptions, open_store  # noqa: E402
 from kvpool.errors import ArgumentError, LayoutMismatch, Unsupported  # noqa: E402
 
@@ -43,6 +45,8 @@ __all__ = ["KvpoolTier"]
 _BLOCKS = "vllm:kvpool_tier_blocks"
 _CAPACITY = "vllm:kvpool_tier_capacity_blocks"
 _EVICTED = "vllm:kvpool_tier_evicted_blocks"
+
+_BROKEN_SECONDS = 10.0  # for which vLLM is told that a block is not there whose load has failed
 
 _T = TypeVar("_T")
 
@@ -53,7 +57,8 @@ class KvpoolTier(SecondaryTierManager):  # type: ignore[misc]
     """Keeps blocks of vLLM's primary tier. vLLM makes it; see docs/how-to/vllm.md. vLLM's scheduler calls it alone.
 
     A look-up that finds a block pins it: until the load that vLLM submits for it has ended, or until the step's end if
-    it submits none. So what vLLM was told is there when it is loaded.
+    it submits none. So what vLLM was told is there when it is loaded. In a cluster, other members are asked for what is
+    not here, and the load fetches it: see `TierMembers`.
 
     Args:
         offloading_spec: Of vLLM.
@@ -89,13 +94,16 @@ class KvpoolTier(SecondaryTierManager):  # type: ignore[misc]
                 "bytes for each block",
                 shape=list(view.shape or ()),
             )
-        parsed = TierOptions.parse(options)
+        parsed = TierOptions.parse(options).of_engine(offloading_spec.config.engine_id)
         self._keys = Keys(_identity(offloading_spec, parsed))
         self._store = open_store(parsed, self.block_size_bytes)
         self._owns_store = parsed.store is None
+        members = self._store.members
+        self._members = None if members is None else TierMembers(members)
         self._rows: Any = np.asarray(view).view(np.uint8)
         self._evicted = self._store.cache.stats()["evicted_blocks"]
         self._pins: dict[bytes, _core.KeyedMatch] = {}  # looked up in this step, and no load submitted yet
+        self._broken: dict[bytes, float] = {}  # stored, and cannot be loaded or dropped; until when it is a miss
         self._jobs: list[Future[JobResult]] = []
         self._threads: dict[str, ThreadPoolExecutor] = {}
         try:
@@ -109,13 +117,15 @@ class KvpoolTier(SecondaryTierManager):  # type: ignore[misc]
     # ---- what the scheduler asks
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
-        """Whether a block is stored. Never `RETRY`: a block that is being stored is a miss."""
+        """Whether a block is stored. `RETRY`: other members are asked. A block that is being stored is a miss."""
         (own,) = self._keys.of([key])
         if own in self._pins:
             return LookupResult.HIT
+        if self._broken.get(own, 0.0) > time.monotonic():
+            return LookupResult.MISS
         pin = _guarded("look up", lambda: self._store.pin(own), None)
         if pin is None:
-            return LookupResult.MISS
+            return LookupResult.MISS if self._members is None else self._elsewhere(self._members, own)
         self._pins[own] = pin
         return LookupResult.HIT
 
@@ -125,7 +135,10 @@ class KvpoolTier(SecondaryTierManager):  # type: ignore[misc]
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         """Begins to fill blocks of the primary tier."""
-        pins = [self._pins.pop(own, None) for own in self._keys.of(job_metadata.keys)]
+        keys = self._keys.of(job_metadata.keys)
+        pins = [self._pins.pop(own, None) for own in keys]
+        if self._members is not None:
+            self._members.loading(keys)
         self._submit("load", self._loaded, job_metadata, [pin for pin in pins if pin is not None])
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
@@ -149,9 +162,15 @@ class KvpoolTier(SecondaryTierManager):  # type: ignore[misc]
         return RequestOffloadingContext()
 
     def on_schedule_end(self, context: Any) -> None:
-        """Ends the pins of the look-ups for which the step has submitted no load."""
+        """Ends the pins of the look-ups for which the step has submitted no load; asks other members."""
         _close(self._pins.values())
         self._pins.clear()
+        now = time.monotonic()
+        for own in [own for own, until in list(self._broken.items()) if until <= now]:
+            self._broken.pop(own, None)
+        members = self._members
+        if members is not None:
+            _guarded("ask for", members.step_ended, None)
 
     def drain_jobs(self) -> None:
         """Returns when all submitted jobs have ended."""
@@ -159,8 +178,13 @@ class KvpoolTier(SecondaryTierManager):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Ends all jobs and threads, and gives the memory back; that of a store with a name stays. Idempotent."""
-        for threads in self._threads.values():
-            threads.shutdown(wait=True)
+        members, self._members = self._members, None
+        hurried = contextlib.nullcontext() if self._store.members is None else self._store.members.hurry()
+        with hurried:  # what other members have is not waited for
+            for threads in self._threads.values():
+                threads.shutdown(wait=True)
+        if members is not None:
+            members.close()
         self.on_schedule_end(None)
         self._rows = None  # vLLM unmaps them next
         if self._owns_store:
@@ -218,6 +242,7 @@ class KvpoolTier(SecondaryTierManager):  # type: ignore[misc]
         tried: list[bool] = []
         try:
             keys = self._keys.of(job.keys)
+            pins = [*pins, *self._brought(keys)]
             rows = [self._rows[chunk] for chunk in job.chunk_ids]
             _guarded("load", lambda: self._store.load(keys, rows, tried), None)
         finally:
@@ -225,10 +250,33 @@ class KvpoolTier(SecondaryTierManager):  # type: ignore[misc]
         if len(tried) < len(keys):  # the one that raised
             tried.append(False)
         for key, good in zip(keys, tried, strict=False):
-            if not good:  # vLLM would find it again, and load it again, for ever
-                _guarded("drop", lambda key=key: self._store.cache.forget([key]), 0)  # type: ignore[misc]
+            # vLLM would find it again, and load it again, for ever. It stays if another member holds it.
+            if not good and _guarded("drop", lambda key=key: self._store.cache.forget([key]), None) is None:  # type: ignore[misc]
+                self._broken[key] = time.monotonic() + _BROKEN_SECONDS
+        members = self._members
+        if members is not None:
+            members.failed([key for key, good in zip(keys, tried, strict=False) if not good])
+            members.ended(keys)
         filled = tuple(name for name, good in zip(job.keys, tried, strict=False) if good)
         return self._ended(job, len(filled), began, len(filled) == len(keys), filled)
+
+    def _elsewhere(self, members: TierMembers, own: bytes) -> LookupResult:
+        known = _guarded("look up", lambda: members.look_up(own), Elsewhere.MISSING)
+        return {
+            Elsewhere.FOUND: LookupResult.HIT,
+            Elsewhere.MISSING: LookupResult.MISS,
+            Elsewhere.ASKED: LookupResult.RETRY,
+        }[known]
+
+    def _brought(self, keys: list[bytes]) -> list[_core.KeyedMatch]:
+        """Fetches what is missing here from other members; what holds it here then."""
+        members = self._store.members
+        if members is None:
+            return []
+        brought = _guarded(
+            "fetch", lambda: None if self._store.cache.count(keys) == len(keys) else members.bring(keys), None
+        )
+        return [] if brought is None else [brought]
 
     def _ended(self, job: TransferJob, blocks: int, began: float, good: bool, keys: Any = ()) -> JobResult:
         took = time.perf_counter() - began
@@ -242,13 +290,14 @@ def _identity(spec: Any, options: TierOptions) -> dict[str, Any]:
     attention wrote the pages: the option `model` does.
 
     Raises:
-        ArgumentError: It is a store that engines share, and vLLM does not say how its cache is laid out.
+        ArgumentError: Engines share the store or a cluster, and vLLM does not say how its cache is laid out.
     """
     config = spec.config
     canonical = config.canonical_layout
     mapper = FileMapper.from_offloading_spec("", spec, spec.blocks_per_chunk, parallel_agnostic=canonical)
-    if options.store is not None and config.kv_cache_layout is None:
-        raise ArgumentError(f"the store {options.store} may be shared, and vLLM does not say how its cache is laid out")
+    if (options.store is not None or options.cluster) and config.kv_cache_layout is None:
+        shared = f"the cluster {options.cluster}" if options.store is None else f"the store {options.store}"
+        raise ArgumentError(f"{shared} may be shared, and vLLM does not say how its cache is laid out")
     identity = dict(mapper.get_run_config(), model=options.model, layout=config.kv_cache_layout, canonical=canonical)
     if canonical:
         return identity
