@@ -13,6 +13,7 @@ _RANKS: Final = ("python/engines/test_vllm_ranks.py",)
 _PLANNER: Final = ("python/engines/test_vllm_planner.py",)
 _MEMBERS: Final = ("python/engines/test_vllm_members.py", "python/engines/test_vllm_expected.py")
 _GROUPS: Final = ("python/engines/test_vllm_groups.py",)
+_GROUP_MEMBERS: Final = ("python/engines/test_vllm_groups.py", "python/engines/test_vllm_group_members.py")
 
 ENGINES_BUGS: Final = (
     Bug(
@@ -85,10 +86,81 @@ ENGINES_BUGS: Final = (
         "a prefix is a hit where the first group of layers has it",
         in_python(
             "engines/vllm/hits.py",
-            "                found = hits[group].tokens\n",
-            "                found = found if group else hits[group].tokens\n",
+            "                    self.found = self._look(group, self.found)\n",
+            "                    found = self._look(group, self.found)\n"
+            "                    self.found = self.found if group else found\n",
         ),
         _GROUPS,
+        build="python",
+    ),
+    Bug(
+        "groups-not-told",
+        "engines",
+        "an engine connects to one whose groups of layers are others",
+        in_python("engines/packing.py", "pool.settings.model + groups", "pool.settings.model"),
+        _GROUP_MEMBERS,
+        build="python",
+    ),
+    Bug(
+        "layers-not-compared",
+        "engines",
+        "an engine connects to one whose layers are at other places in the same groups",
+        in_python("engines/vllm/groups.py", "list(names) for names in groups", "len(names) for names in groups"),
+        _GROUP_MEMBERS,
+        build="python",
+    ),
+    Bug(
+        "tail-of-another-beginning",
+        "engines",
+        "the last blocks of a window are those of any prompt that has the same last tokens",
+        in_python("engines/vllm/groups.py", "{name}@{first}:{digest}", "{name}@{first}:"),
+        _GROUP_MEMBERS,
+        build="python",
+    ),
+    Bug(
+        "tail-of-a-shorter-prefix",
+        "engines",
+        "a tail counts for a prefix that needs blocks before it",
+        in_python(
+            "engines/vllm/hits.py",
+            "return first <= self._groups.first_needed(group, end // self._groups.block_tokens)",
+            "return True",
+        ),
+        _GROUP_MEMBERS,
+        build="python",
+    ),
+    Bug(
+        "tail-behind-vllms-own-hit",
+        "engines",
+        "nothing more of a conversation is cached after a turn that vLLM's own cache answers",
+        in_python(
+            "engines/vllm/planner.py",
+            "tracked.tails = self._engine.tails(request.request_id)",
+            "tracked.tails = self._engine.tails(request.request_id) if found > computed else {}",
+        ),
+        _GROUP_MEMBERS,
+        build="python",
+    ),
+    Bug(
+        "pinned-for-nobody",
+        "engines",
+        "a part of a prompt stays pinned that comes when its request has gone",
+        in_python(
+            "engines/vllm/arrivals.py",
+            "self._arrivals[part] = _Arrival(None, 0, self._clock() + self._keep_s, None)",
+            "pass",
+        ),
+        _GROUP_MEMBERS,
+        build="python",
+    ),
+    Bug(
+        "one-part-is-the-prompt",
+        "engines",
+        "a prompt counts as arrived when the blocks of one of its groups of layers have come",
+        in_python(
+            "engines/vllm/arrivals.py", "return all(arrival is not None and", "return any(arrival is not None and"
+        ),
+        _GROUP_MEMBERS,
         build="python",
     ),
     Bug(

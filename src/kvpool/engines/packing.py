@@ -40,16 +40,22 @@ def joined(packings: Iterable[str]) -> str:
     return "+".join(sorted(set(packings) - {ROWS}))
 
 
-def declare(pool: Pool, packing: str) -> None:
+def declare(pool: Pool, packing: str, groups: str) -> None:
     """Says how the pages of a pool are packed. REQUIRES: it has no peers yet, nor listens.
 
-    An engine whose pages are not rows must call it: else others take its pages for rows.
+    An engine whose pages are not rows must call it: else others take its pages for rows. So must one with groups of
+    layers, whose blocks others would read as those of all layers.
+
+    Args:
+        pool: The engine's.
+        packing: The name.
+        groups: The text by which engines compare their groups of layers; "": one group that attends to all tokens.
 
     Raises:
-        ArgumentError: The setting ``model`` is too long with the name of the packing. The pool is closed.
+        ArgumentError: The setting ``model`` is too long with these names. The pool is closed.
     """
     try:
-        pool.settings = replace(pool.settings, model=marked(pool.settings.model, packing))
+        pool.settings = replace(pool.settings, model=marked(pool.settings.model + groups, packing))
     except BaseException:
         pool.close()
         raise

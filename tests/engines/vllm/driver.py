@@ -111,6 +111,11 @@ class Driver:
         before, expected._timeout_s = expected._timeout_s, seconds
         return {"before": before}
 
+    def fingerprint(self) -> dict:
+        """By which the scheduler's pool is compared with its peers'."""
+        scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        return {"told": scheduler.connector._planner._engine.pool.settings.model}
+
     def tier(self, what: str) -> dict:
         """Does something with kvpool's tier below vLLM's own offloading; see inside_tier.py."""
         import inside_tier
@@ -143,6 +148,7 @@ class Driver:
             parallel = SimpleNamespace(
                 world_size=1, rank=0, distributed_executor_backend="uni", prefill_context_parallel_size=1,
                 decode_context_parallel_size=1, tensor_parallel_size=1, nnodes_within_dp=1,
+                pipeline_parallel_size=1,
             )  # fmt: skip
             parallel.__dict__.update(case.get("parallel", {}))
             config = SimpleNamespace(

@@ -37,6 +37,10 @@ def poison(worker) -> int:
     return len(flat)
 
 
+def fingerprint(worker) -> str:
+    return only_engine().pool.settings.model
+
+
 class FailingCopy:
     """A load that fails after some looks at it."""
 

@@ -7,10 +7,13 @@ import random
 import numpy as np
 import pytest
 from engines.vllm_apart_kit import ApartEngine, index_of
-from engines.vllm_kit import Request, prompt
+from engines.vllm_kit import BLOCK, Request, prompt
 
+from kvpool.engines.vllm.groups import Groups
 from kvpool.engines.vllm.plans import LoadPlan, SavePlan, StepPlan, WorkerReport
 from kvpool.engines.vllm.scheduler_index import SchedulerIndex
+
+ONE = Groups(BLOCK)
 
 
 @pytest.fixture
@@ -127,7 +130,7 @@ def test_a_hit_is_pinned_until_all_workers_have_loaded_it(make_index):
     index = make_index(4, workers=2)
     (save,) = saved_in(index, list(range(8)))
     assert (save.target.tolist(), len(save.tokens)) == ([0, 1], 0)
-    assert index.pin("b", np.arange(8, dtype=np.int32), [""]) == 8
+    assert index.pin("b", np.arange(8, dtype=np.int32), "", ONE) == 8
     (load,) = index.addressed(StepPlan(loads=[LoadPlan("b", 1, np.array([7]))])).loads
     assert load.source.tolist() == [1]
     for report in (WorkerReport(saves={save.number: 2}), WorkerReport(loads={load.number: 1})):
@@ -146,14 +149,14 @@ def test_what_a_load_still_needs_is_not_found_after_a_reset(make_index, is_saved
     if is_saved:
         index.reported(WorkerReport(saves={save.number: 1}))
     tokens = np.arange(8, dtype=np.int32)
-    index.pin("b", tokens, [""])
+    index.pin("b", tokens, "", ONE)
     (load,) = index.addressed(StepPlan(loads=[LoadPlan("b", 0, np.array([7, 8]))])).loads
     assert index.clear()
-    assert index.pin("c", tokens, [""]) == 0
+    assert index.pin("c", tokens, "", ONE) == 0
     (again,) = saved_in(index, list(range(8)))
     assert set(again.target.tolist()).isdisjoint(load.source.tolist())
     index.reported(WorkerReport(loads={load.number: 1}, saves={save.number: 1, again.number: 1}))
-    assert index.pin("c", tokens, [""]) == 8
+    assert index.pin("c", tokens, "", ONE) == 8
     index.unpin("c")
     assert len(saved_in(index, prompt(16))) == 1  # all four blocks can be had
 
@@ -165,12 +168,12 @@ def test_what_could_not_be_saved_is_forgotten_when_its_load_has_ended(engine):
     engine.pool.workers[1].fail_saves = ["later"]
     engine.step({"a": 20})
     index = engine.index
-    assert index.pin("b", np.array(prompt(20)[:19], np.int32), [""]) == 16
+    assert index.pin("b", np.array(prompt(20)[:19], np.int32), "", ONE) == 16
     (load,) = index.addressed(StepPlan(loads=[LoadPlan("b", 0, np.arange(10, 14))])).loads
     engine.pool.finish_all()
     engine.step({})  # the failure is known, and the prompt is pinned
     for _ in range(3):
-        assert index.pin("c", np.array(prompt(20)[:19], np.int32), [""]) == 0
+        assert index.pin("c", np.array(prompt(20)[:19], np.int32), "", ONE) == 0
         engine.step({})
     index.reported(WorkerReport(loads={load.number: 2}))
     assert engine.pool.stats().dram.historical == 0
@@ -232,7 +235,7 @@ def test_an_index_is_full_when_all_of_it_is_in_use(make_index):
     assert saved_in(index, prompt(8, seed=1)) == []
     assert index.figures == {"failed_saves": 1}
     index.reported(WorkerReport(saves={save.number: 1}))
-    index.pin("b", np.array(prompt(8), np.int32), [""])
+    index.pin("b", np.array(prompt(8), np.int32), "", ONE)
     assert saved_in(index, prompt(8, seed=1)) == []
     assert index.figures == {"failed_saves": 2}
     index.unpin("b")

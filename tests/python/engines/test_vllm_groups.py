@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from engines.vllm_groups_kit import ApartGroups, Groups
 from engines.vllm_kit import Request, prompt
 
 import kvpool
-from kvpool.engines.vllm.hits import Hits
+from kvpool.engines.vllm import beginnings
+from kvpool.engines.vllm.groups import Groups as Kinds
+from kvpool.engines.vllm.hits import Hit, Hits
 from kvpool.engines.vllm.plans import needed_from
-from kvpool.engines.vllm.requests import namespaces_of_groups
+from kvpool.engines.vllm.requests import Digests, namespaces_of_groups
 
 
 @pytest.fixture(params=[Groups, ApartGroups], ids=["one process", "two workers"])
@@ -108,6 +113,24 @@ def test_without_the_blocks_before_its_window_a_group_is_not_saved(made):
     with pool.match(prompt(40), "") as whole, pool.match(prompt(40), "#1") as window:
         assert (whole.tokens, window.tokens) == (40, 0)
     assert engine.run(Request("b", prompt(40))) == 0
+
+
+def test_a_save_waits_for_those_that_it_goes_on_from():
+    """The pool refuses blocks behind a gap, and what is still being saved is one. Each step drops blocks."""
+    engine = Groups()
+    save, copies = engine.pool.save, {"": [], "#1": []}
+
+    def refusing(tokens, addrs, namespace="", *, first=0, **how):
+        if first and any(not copy.done() for copy in copies[namespace]):
+            raise kvpool.StateError("the first blocks are not cached")
+        copies[namespace].append(save(tokens, addrs, namespace, first=first, **how))
+        return copies[namespace][-1]
+
+    engine.pool.save = refusing
+    engine.run(Request("a", prompt(40)), chunk=8)
+    engine.pool.finish_all()
+    assert engine.run(Request("b", prompt(40))) == 36
+    engine.close()
 
 
 @pytest.mark.parametrize("when", ["now", "later"])
@@ -218,28 +241,132 @@ def test_the_blocks_that_a_window_needs_are_the_last_ones():
     assert [needed_from(blocks) for blocks in ([], [1, 2], [0, 1], [0, 0, 5], [0])] == [0, 0, 1, 2, 1]
 
 
-def test_a_match_that_fails_leaves_nothing_pinned():
-    closed = []
+class Matches:
+    """A cache of blocks of one token that has so many of each namespace."""
 
-    class Match:
-        def __init__(self, tokens):
-            self.tokens = tokens
+    def __init__(self, **has: int):
+        self.has, self.pinned = has, []
 
-        def close(self):
-            closed.append(self.tokens)
-
-    def match(tokens, namespace):
-        if namespace == "gone":
+    def __call__(self, tokens, namespace):
+        name = namespace.split(":")[0]
+        if name == "gone":
             raise kvpool.PeerLost("a worker is lost")
-        return Match(min(len(tokens), int(namespace)))
+        self.pinned.append(Pin(self, min(len(tokens), self.has.get(name, 0))))
+        return self.pinned[-1]
 
+
+class Pin:
+    def __init__(self, cache, tokens):
+        self.cache, self.tokens, self.addrs = cache, tokens, np.arange(tokens)
+
+    def close(self):
+        self.cache.pinned.remove(self)
+
+
+def found(match, kinds, ends=()):
     hits = Hits()
+    tokens = hits.find("a", np.arange(9, dtype=np.int32), "x", kinds, match, ends)
+    firsts = [hits.take("a", group).first for group in range(len(kinds))] if tokens else []
+    return tokens, firsts
+
+
+def test_a_match_that_fails_leaves_nothing_pinned(monkeypatch):
+    hits, two = Hits(), Kinds(1, (None, None))
+    monkeypatch.setattr(Kinds, "names", lambda self, namespace: [namespace, "gone"])
+    match = Matches(x=8)
     with pytest.raises(kvpool.PeerLost):
-        hits.find("a", list(range(9)), ["8", "gone"], match)
-    assert hits.find("a", list(range(9)), ["8", "0"], match) == 0
-    assert hits.find("a", list(range(9)), ["8", "4"], match) == 4
-    assert closed == [8, 0, 8] or closed == [8, 8, 0]
-    assert hits.take("a", 1).tokens == 4
+        hits.find("a", np.arange(9), "x", two, match)
+    monkeypatch.undo()
+    match = Matches(**{"x": 8, "x#1": 0})
+    assert hits.find("a", np.arange(9), "x", two, match) == 0
+    assert match.pinned == []
+    match = Matches(**{"x": 8, "x#1": 4})
+    assert hits.find("a", np.arange(9), "x", two, match) == 4
+    assert hits.take("a", 1).match.tokens == 4
     assert hits.take("a", 1) is None
     hits.close_all()
     assert hits.take("a", 0) is None
+    assert len(match.pinned) == 1  # what was taken
+
+
+def test_a_tail_counts_where_the_other_groups_end():
+    """A window of 3 tokens: after 8 tokens the next one needs two of them."""
+    kinds = Kinds(1, (3, None, 4), tails=True)
+    whole = {"x#1": 8, "x": 2, "x#2": 8}
+    assert found(Matches(**whole), kinds) == (2, [0, 0, 0])
+    assert found(Matches(**whole, **{"x@6": 2}), kinds) == (8, [6, 0, 0])
+    assert found(Matches(**whole, **{"x@6": 1}), kinds) == (2, [0, 0, 0])
+    assert found(Matches(**whole | {"x#2": 7}, **{"x@6": 2}), kinds) == (2, [0, 0, 0]), "of no use for 7 tokens"
+    assert found(Matches(**whole | {"x#2": 7}, **{"x@6": 2, "x@5": 2}), kinds) == (7, [5, 0, 0])
+    assert found(Matches(**whole | {"x#2": 0}, **{"x@6": 2}), kinds) == (0, [])
+    assert found(Matches(**whole, **{"x@6": 2}), Kinds(1, (3, None, 4))) == (2, [0, 0, 0]), "out of a cluster"
+
+
+def test_a_tail_before_the_end_of_what_the_others_have_is_found_where_somebody_names_it():
+    kinds = Kinds(1, (None, 3), tails=True)
+    match = Matches(**{"x": 8, "x#1": 1, "x#1@4": 2})
+    assert found(match, kinds) == (1, [0, 0])
+    assert found(match, kinds, [6]) == (6, [0, 4])
+    assert found(match, kinds, [7, 99, 1]) == (1, [0, 0])
+    assert len(match.pinned) == 6
+
+
+def test_what_a_load_needs_and_a_tail_does_not_have_is_not_read():
+    hit = Hit(SimpleNamespace(addrs=np.arange(3)), first=5)
+    assert hit.addrs(6, 2).tolist() == [1, 2]
+    assert [hit.addrs(4, 1), hit.addrs(6, 3)] == [None, None]
+    assert hit.addrs(2, 0).tolist() == []
+
+
+def test_a_tail_is_named_by_all_tokens_before_it():
+    kinds = Kinds(4, (None, 6), tails=True)
+    tokens = np.arange(28, dtype=np.int32)
+    assert [kinds.first_needed(group, 7) for group in (0, 1)] == [0, 5]
+    assert [kinds.first_needed(1, blocks) for blocks in range(4)] == [0, 0, 0, 1]
+    tail = kinds.part(1, "x", tokens, 5)
+    assert tail.tokens.tolist() == list(range(20, 28))
+    assert tail.namespace.startswith("x#1@5:")
+    other = tokens.copy()
+    other[0] = 7
+    assert len({kinds.part(1, name, which, 5).namespace for name in "xy" for which in (tokens, other)}) == 4
+    assert kinds.part(1, "x", tokens.astype(np.int64), 5).namespace == tail.namespace
+    assert kinds.part(1, "x", tokens, 0).namespace == "x#1"
+    assert kinds.part(1, "x", tokens, 5, Digests()).namespace == tail.namespace
+
+
+def test_the_tokens_before_tails_are_read_once():
+    """And a few again for each tail, in any order."""
+    tokens = np.arange(10_000, dtype=np.int32)
+    kinds, digests = Kinds(4, (None, 6), tails=True), Digests()
+    for count in (9_000, 4, 8_192, 1_024, 1_020, 8_196, 10_000):
+        for seen in (tokens[:count], tokens):
+            name = kinds.part(1, "", seen, count // 4, digests).namespace
+            assert name.endswith(hashlib.blake2b(tokens[:count].tobytes(), digest_size=16).hexdigest())
+    other = tokens.copy()
+    other[:9_216] = 0
+    assert kinds.part(1, "", other, 2_500, digests).namespace == name, "they were read before"
+
+
+def test_the_groups_have_a_mark_that_says_their_kinds_windows_and_order():
+    assert Kinds(4).mark == ""
+    assert Kinds(4, (None, 64, 128)).mark == "[groups all,64,128]"
+    assert Kinds(4, (64,)).mark == "[groups 64]"
+
+
+def test_where_tails_begin_is_remembered_of_those_that_were_used_last(monkeypatch):
+    monkeypatch.setattr(beginnings, "_MAX", 3)
+    known, tokens = beginnings.Beginnings(), np.arange(100, dtype=np.int32)
+    for begin in (20, 40, 60):
+        known.add(f"tail {begin}", tokens, begin)
+    assert (known.likely(tokens, 59)) == [40, 20]
+    assert (known.likely(tokens + 1, 60)) == []
+    known.add("tail 20", tokens, 20)
+    known.add("another 60", tokens + 1, 60)
+    assert [name in known for name in ("tail 20", "tail 40", "tail 60", "another 60")] == [True, False, True, True]
+    assert (known.likely(tokens, 100)) == [60, 20]
+    assert (known.likely(tokens + 1, 100)) == [60]
+    for begin in (4, 8):
+        known.add(f"tail {begin}", tokens, begin)
+    assert (known.likely(tokens, 100)) == [8, 4]
+    assert (known.likely(tokens + 1, 100)) == [60]
+    assert (len(known._keys), len(known._begins)) == (3, 3)

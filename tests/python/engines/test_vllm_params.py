@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.engines.vllm.params import Announced, Params, letter, read, read_letter
+from kvpool.engines.vllm.params import Announced, Params, letter, parts, read, read_letter
 
 RIGHT = {"from": "prefill-0", "id": "ab12", "tokens": 64}
 
@@ -38,5 +38,12 @@ def test_what_is_wrong_is_ignored_with_a_warning(fields, caplog):
 def test_a_letter_carries_the_id():
     assert read_letter(letter("ab12")) == ("ab12", True)
     assert read_letter(letter("ab12", complete=False)) == ("ab12", False)
-    for other in (b"", b"ab12", b"kvpool-prompt \xff", letter("x" * 65)):
+    for other in (b"", b"ab12", b"kvpool-prompt \xff", letter("x" * 70)):
         assert read_letter(other) == ("", False)
+
+
+def test_the_parts_of_a_prompt_with_the_longest_id_are_read():
+    longest = "x" * 64
+    assert read({"kvpool": {**RIGHT, "id": longest}}).announced
+    for part in parts(longest, 100):
+        assert read_letter(letter(part)) == (part, True)

@@ -22,7 +22,7 @@ from kvpool.engines.vllm.layouts import Pages, adoption_of, pages_of
 from kvpool.engines.vllm.options import GIB, Options
 from kvpool.engines.vllm.packings import packing_of
 from kvpool.engines.vllm.requests import TokenArray, namespace_of
-from kvpool.engines.vllm.supported import check_cluster, check_shared, check_supported
+from kvpool.engines.vllm.supported import check_shared, check_stages, check_supported
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -145,15 +145,15 @@ def test_the_pages_are_what_vllm_says():
 
 
 def test_groups_of_layers_have_one_page():
-    two = hybrid((SlidingWindowSpec, ["b"], {}), (FullAttentionSpec, ["a", "c"], {}))
+    two = hybrid((SlidingWindowSpec, ["b"], {"sliding_window": 64}), (FullAttentionSpec, ["a", "c"], {}))
     names = (("b",), ("a", "c"))
-    assert pages_of(two) == Pages(("a", "c"), 2, 8, "bfloat16", 16, 5, windowed=(True, False), groups=names)
-    alone = hybrid((SlidingWindowSpec, ["one", "two"], {}))
-    assert pages_of(alone) == Pages(("one", "two"), 2, 8, "bfloat16", 16, 5, windowed=(True,))
+    assert pages_of(two) == Pages(("a", "c"), 2, 8, "bfloat16", 16, 5, windows=(64, None), groups=names)
+    alone = hybrid((SlidingWindowSpec, ["one", "two"], {"sliding_window": 64, "extra_retained_tokens": 3}))
+    assert pages_of(alone) == Pages(("one", "two"), 2, 8, "bfloat16", 16, 5, windows=(67,))
     stage = hybrid(
-        (SlidingWindowSpec, [], {}), (FullAttentionSpec, ["a"], {})
+        (SlidingWindowSpec, [], {"sliding_window": 64}), (FullAttentionSpec, ["a"], {})
     )  # of a pipeline, without layers of a group
-    assert pages_of(stage).windowed == (True, False)
+    assert pages_of(stage).windows == (64, None)
     assert [pages_of(one).begins_anew for one in (two, alone, stage, config())] == [True, True, True, False]
 
 
@@ -167,15 +167,19 @@ def test_workers_on_several_machines_are_refused_in_a_cluster():
     check_supported(config, Options(cluster="local://demo"))
 
 
-def test_models_with_windows_are_refused_in_a_cluster():
-    check_cluster(Options())
-    with pytest.raises(kvpool.Unsupported, match="the option cluster only for models whose layers all"):
-        check_cluster(Options(cluster="local://demo"))
+def test_groups_in_stages_of_a_pipeline_are_refused_in_a_cluster():
+    """Layers would be at other places than those of an engine without stages, and the layouts the same."""
+    two = Pages(("a", "c"), 2, 8, "bfloat16", 16, 5, windows=(64, None), groups=(("b",), ("a", "c")))
+    with pytest.raises(kvpool.Unsupported, match=r"2 groups .* and there are 3 stages"):
+        check_stages(two, Options(cluster="local://demo"), 3)
+    check_stages(two, Options(cluster="local://demo"), 1)
+    check_stages(two, Options(), 3)
+    check_stages(PAGES, Options(cluster="local://demo"), 3)
 
 
 def test_groups_that_do_not_share_memory_are_refused():
     one, other = torch.zeros(4, 2), torch.zeros(4, 2)
-    pages = Pages(("a", "c"), 2, 8, "bfloat16", 16, 5, windowed=(True, False), groups=(("b",), ("a", "c")))
+    pages = Pages(("a", "c"), 2, 8, "bfloat16", 16, 5, windows=(64, None), groups=(("b",), ("a", "c")))
     check_shared(pages, {"a": one, "b": one.view(4, 2), "c": other})
     for wrong in (other, one.view(2, 4), one.T):
         with pytest.raises(kvpool.Unsupported, match="tensors of b and a differ"):
@@ -387,5 +391,5 @@ def test_a_packing_that_makes_the_fingerprint_too_long_is_refused():
     small = kvpool.KVLayout(layers=1, kv_heads=1, head_dim=4, dtype="float32", block_tokens=4)
     pool = kvpool.Pool(small, dram_blocks=2, model="m" * 250)
     with pytest.raises(kvpool.ArgumentError, match="model"):
-        declare(pool, "cpu_attn-vec")
+        declare(pool, "cpu_attn-vec", "")
     assert pool.closed

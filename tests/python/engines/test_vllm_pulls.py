@@ -359,7 +359,7 @@ def test_a_prompt_whose_beginning_is_being_saved_here_is_fetched(url):
         pull = engine.planner._pulls._pulls["a"]
         eventually(lambda: pull.asked[0].done())
         assert engine.planner.match(request, 0) == (None, False)
-        fetch = pull.fetch
+        (fetch,) = pull.fetches
         eventually(fetch.done)
         assert isinstance(fetch.exception(0), kvpool.Busy)
         engine.pool.finish_all()

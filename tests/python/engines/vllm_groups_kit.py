@@ -11,6 +11,8 @@ from typing import Any
 from engines.vllm_apart_kit import ApartEngine
 from engines.vllm_kit import BLOCK, Engine, Request, content
 
+from kvpool.engines.vllm import groups
+
 WINDOW = 6  # tokens
 NULL = 0
 
@@ -21,7 +23,9 @@ class Groups(Engine):
     def __init__(self, windowed: tuple[bool, ...] = (False, True), **how: Any):
         self.of: dict[str, list[list[int]]] = {}
         self.windowed = windowed
-        super().__init__(**{"blocks": 20 * len(windowed), "async_load": True, "groups": len(windowed), **how})
+        super().__init__(
+            **{"blocks": 20 * len(windowed), "async_load": True, "groups": groups_of(windowed, tails=False), **how}
+        )
 
     def admit(self, request: Request) -> bool:
         more, later = self.planner.match(request, request.num_computed_tokens)
@@ -111,6 +115,10 @@ class ApartGroups(Groups, ApartEngine):
 
     def _failed(self, ended: set[str]) -> set[str]:
         return {request_id for worker in self.workers for request_id in worker.take_failed_loads(ended)}
+
+
+def groups_of(windowed: tuple[bool, ...], tails: bool) -> groups.Groups:
+    return groups.Groups(BLOCK, tuple(WINDOW if one else None for one in windowed), tails)
 
 
 def skipped_blocks(computed: int) -> int:

@@ -13,6 +13,7 @@ from engines.vllm_kit import BLOCK, LAYOUT, Engine, Request, content
 
 import kvpool
 from kvpool.engines.vllm.expected import Expected
+from kvpool.engines.vllm.groups import Groups
 from kvpool.engines.vllm.member_pool import MemberPool
 from kvpool.engines.vllm.members import Membership
 from kvpool.engines.vllm.outgoing import Outgoing
@@ -143,21 +144,23 @@ class MemberEngine(PrefillAndDecode):
         self._url, self._name, self._timeout_s = url, name, timeout_s
         self.by_layer = by_layer
         self.clock = Clock()
+        self.groups = how.get("groups") or Groups(BLOCK)
         super().__init__(held=False, **how)
         self.planner = Planner(
             self.engine,
             BLOCK,
+            groups=self.groups,
             async_load=how.get("async_load", False),
             expected=Expected(self.engine, timeout_s, self.clock),
-            outgoing=Outgoing(self.engine, name, BLOCK),
-            pulls=Pulls(self.engine, timeout_s, pull, self.clock),
+            outgoing=Outgoing(self.engine, name, self.groups),
+            pulls=Pulls(self.engine, timeout_s, pull, self.clock, self.groups),
         )
 
     def _make(self, blocks: int, dram_blocks: int, held: bool) -> Any:
         pool = self._new_pool(blocks, dram_blocks, held)
         membership = Membership(pool, self._url, "both", None, {"lease": 60.0})
         self.pool = Gate(pool)
-        self.engine = MemberPool(self.pool, blocks, membership, self._timeout_s)
+        self.engine = MemberPool(self.pool, blocks, membership, self._timeout_s, groups=len(self.groups))
         self.engine._arrivals._clock = self.clock
         return self.engine
 

@@ -13,6 +13,7 @@ from engines.vllm_members_kit import WAIT_S, Clock, MemberEngine, PrefillAndDeco
 
 import kvpool
 from kvpool.engines.vllm.expected import Expected
+from kvpool.engines.vllm.groups import Groups
 from kvpool.engines.vllm.member_index import MemberIndex
 from kvpool.engines.vllm.members import Membership, secret_of
 from kvpool.engines.vllm.outgoing import Outgoing
@@ -41,10 +42,13 @@ class WorkersEngine(PrefillAndDecode, ApartEngine):
     ):
         self._url, self.name, self._listen, self._timeout_s = url, name, listen, timeout_s
         self.clock = Clock()
+        self.groups = how.get("groups") or Groups(BLOCK)
         super().__init__(**how)
         self.planner = Planner(
-            self.index, BLOCK, expected=Expected(self.index, timeout_s, self.clock),
-            outgoing=Outgoing(self.index, name, BLOCK), pulls=Pulls(self.index, timeout_s, False, self.clock),
+            self.index, BLOCK, groups=self.groups, async_load=how.get("async_load", False),
+            expected=Expected(self.index, timeout_s, self.clock),
+            outgoing=Outgoing(self.index, name, self.groups),
+            pulls=Pulls(self.index, timeout_s, False, self.clock, self.groups),
         )  # fmt: skip
         if joined:
             self.advance()
@@ -70,7 +74,9 @@ class WorkersEngine(PrefillAndDecode, ApartEngine):
 
     def _new_index(self, blocks: int, dram_blocks: int, workers: int) -> SchedulerIndex:
         pool = scheduler_pool(blocks, dram_blocks, workers, name=self.name)
-        index = MemberIndex(pool, Membership(pool, self._url, "both", self._listen, {"lease": 60.0}), self._timeout_s)
+        index = MemberIndex(
+            pool, Membership(pool, self._url, "both", self._listen, {"lease": 60.0}), self._timeout_s, len(self.groups)
+        )
         index._arrivals._clock = self.clock
         return index
 

@@ -73,7 +73,7 @@ def pool_beside(
                 f"the models differ: {name} has {model!r}, and this side {pool.settings.model!r}: give all "
                 "engines of the same weights the same setting model"
             )
-        declare(pool, packing)
+        declare(pool, packing, groups="")
         check_pool(pool, dataclasses.replace(wanted, block_tokens=pool.kv_layout.block_tokens))
         pool.attach(cluster)
     except BaseException:

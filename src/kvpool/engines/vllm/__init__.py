@@ -7,6 +7,7 @@ What a request has computed is copied to a pool in DRAM, block by block, and com
     metrics       kvpool's figures in vLLM's log and in Prometheus; these two, and tier, alone import vLLM
     planner       the scheduler's side: what each step loads and saves
     requests      what is remembered of a request: tokens, namespace
+    groups, hits  groups of layers, with windows or without: what each has of a prompt, and which blocks it needs
     plans         what the scheduler's side tells the worker's, and what workers report
     engine_pool   the pool of an engine in one process: loads, saves, and which blocks must not be written yet
     member_pool   the same among the members of a cluster: it also sends prompts, and gets those of other engines
@@ -14,6 +15,7 @@ What a request has computed is copied to a pool in DRAM, block by block, and com
     params        what requests and answers say about other engines
     outgoing, sends     prompts that go to others: which blocks after which step; the transfers
     expected, arrivals  prompts that come from others: which requests wait for them; what has come
+    pulls, pulled       prompts that are fetched from others
     scheduler_index, worker_pool   the same where workers are other processes: an index, and a pool for each worker
     tier, tier_store    below vLLM's own offloading instead: a secondary tier of it, and its memory
     tier_members  what other members have of the keys that vLLM looks up in it

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvpool import _core
-from kvpool.engines.vllm.params import read_letter
+from kvpool.engines.vllm.params import parts, read_letter
 from kvpool.pool import Pool
 
 __all__ = ["Arrivals"]
@@ -19,25 +19,28 @@ class _Arrival:
     item: _core.Received | None  # None: let go, or it failed
     blocks: int
     until: float
-    complete: bool
+    complete: bool | None  # None: it was let go before it came
 
 
 class Arrivals:
     """What has arrived, by its id. Any thread may call.
 
+    Of a model with several groups of layers a prompt arrives in parts, one for each, and is there when all are.
     A thread of the pool enters what arrives, also while the engine has nothing to do. An arrival pins its blocks, so
     that they are still there when its request comes. A request may never come: so a pin ends after a time, and all of
     them together hold at most half of the cache; the oldest ends first. The blocks stay cached without it.
     """
 
-    def __init__(self, pool: Pool, keep_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, pool: Pool, keep_s: float, groups: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
         """Of the pool's inbox.
 
         Args:
             pool: A member of a cluster.
             keep_s: Seconds for which an arrival is remembered.
+            groups: Of layers.
             clock: Seconds.
         """
+        self._groups = groups
         self._keep_s = keep_s
         self._clock = clock
         self._pinned_max = pool.stats().dram.capacity // 2
@@ -50,19 +53,29 @@ class Arrivals:
         """Whether the prompt of this id has arrived, lately enough to be remembered."""
         with self._lock:
             self._end_pins()
-            return number in self._arrivals and self._arrivals[number].complete
+            found = [self._arrivals.get(part) for part in parts(number, self._groups)]
+            return all(arrival is not None and arrival.complete for arrival in found)
 
     def failed(self, number: str) -> bool:
-        """Whether its sender has said, lately, that the prompt of this id does not come."""
+        """Whether its sender has said, lately, that the prompt of this id, or a part of it, does not come."""
         with self._lock:
-            return number in self._arrivals and not self._arrivals[number].complete
+            found = [self._arrivals.get(part) for part in parts(number, self._groups)]
+            return any(arrival is not None and arrival.complete is False for arrival in found)
 
     def let_go(self, number: str) -> None:
-        """Its request needs no pin any more."""
+        """Its request needs no pin any more. What has not come yet will not be pinned."""
         with self._lock:
-            arrival = self._arrivals.get(number)
-            if arrival is not None:
-                self._unpin(arrival)
+            for part in parts(number, self._groups):
+                arrival = self._arrivals.get(part)
+                if arrival is not None:
+                    self._unpin(arrival)
+                else:
+                    self._arrivals[part] = _Arrival(None, 0, self._clock() + self._keep_s, None)
+
+    def end_pins(self) -> None:
+        """Ends the pins that are too old. Call it at each step: else they last until something arrives."""
+        with self._lock:
+            self._end_pins()
 
     def clear(self) -> None:
         """Ends all pins and forgets all arrivals."""
@@ -84,7 +97,10 @@ class Arrivals:
         if not complete:
             item.close()
         with self._lock:
-            if not number or number in self._arrivals:
+            known = self._arrivals.get(number)
+            if not number or known is not None:
+                if known is not None and known.complete is None:
+                    known.complete = complete
                 item.close()
                 return
             until = self._clock() + self._keep_s

@@ -35,6 +35,7 @@ from kvpool.engines.vllm import engine_pool  # noqa: E402
 from kvpool.engines.vllm.engine_pool import EnginePool  # noqa: E402
 from kvpool.engines.vllm.expected import Expected  # noqa: E402
 from kvpool.engines.vllm.figures import Figures  # noqa: E402
+from kvpool.engines.vllm.groups import Groups, places_of  # noqa: E402
 from kvpool.engines.vllm.layouts import adoption_of, divided, pages_of  # noqa: E402
 from kvpool.engines.vllm.member_index import MemberIndex  # noqa: E402
 from kvpool.engines.vllm.member_pool import MemberPool  # noqa: E402
@@ -50,7 +51,7 @@ from kvpool.engines.vllm.published import published_by  # noqa: E402
 from kvpool.engines.vllm.pulls import Pulls  # noqa: E402
 from kvpool.engines.vllm.reported_events import ReportedEvents, wanted  # noqa: E402
 from kvpool.engines.vllm.scheduler_index import SchedulerIndex  # noqa: E402
-from kvpool.engines.vllm.supported import check_by_layer, check_cluster, check_shared, check_supported  # noqa: E402
+from kvpool.engines.vllm.supported import check_by_layer, check_shared, check_stages, check_supported  # noqa: E402
 from kvpool.engines.vllm.worker_pool import WorkerPool  # noqa: E402
 from kvpool.errors import StateError  # noqa: E402
 from kvpool.pool import Pool  # noqa: E402
@@ -65,8 +66,8 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Keeps computed blocks in DRAM, and brings them back. vLLM makes it; see docs/how-to/vllm.md.
 
     Raises:
-        Unsupported: Layers that keep anything but K and V; groups of layers with unequal pages; several groups in a
-            cluster; workers on several machines in a cluster; context parallelism; sleep mode.
+        Unsupported: Layers that keep anything but K and V; groups of layers with unequal pages; workers on several
+            machines, or stages of a pipeline with groups of layers, in a cluster; context parallelism; sleep mode.
         ArgumentError, ArgumentTypeError: ``kv_connector_extra_config`` is wrong.
         OutOfMemory: The machine does not have the memory for the cache.
         LayoutMismatch: vLLM's tensors are not what its configuration says.
@@ -89,10 +90,17 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._one_process = parallel.world_size == 1 and issubclass(Executor.get_class(vllm_config), UniProcExecutor)
         check_by_layer(self._options, self._one_process, parallel)
         self._pages = pages_of(kv_cache_config)
+        check_stages(self._pages, self._options, parallel.pipeline_parallel_size)
+        # Alone, the stages of a pipeline have other layers in the groups, and nobody to compare them with.
+        places = places_of(self._pages.groups) if self._options.cluster else ""
+        self._groups = Groups(self._pages.block_tokens, self._pages.windows, bool(self._options.cluster), places)
         if self._pages.begins_anew:
-            check_cluster(self._options)
             self._async_load = True  # of failures of other loads vLLM hears by their blocks alone
-        self._layer_of = {name: layer for layer, name in enumerate(self._pages.layers)}
+        self._places = {  # of each layer: its group, and its place in the group's blocks
+            name: (group, place)
+            for group, names in enumerate(self._pages.groups or (self._pages.layers,))
+            for place, name in enumerate(names)
+        }
         self._engine: EnginePool | None = None
         self._index: SchedulerIndex | None = None
         self._planned: Planner | None = None
@@ -133,9 +141,10 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             engine_allocates=True,
             **self._options.settings,
         )
-        packing.declare(pool, packing.joined(part.packing for part in parts))  # before it is a member
+        packed = packing.joined(part.packing for part in parts)
+        packing.declare(pool, packed, self._groups.mark)  # before it is a member
         if self._options.cluster:
-            self._index = MemberIndex(pool, self._join(pool), self._options.transfer_timeout_s)
+            self._index = MemberIndex(pool, self._join(pool), self._options.transfer_timeout_s, len(self._groups))
         else:
             self._index = SchedulerIndex(pool)
         self._planned = self._planner_over(self._index)
@@ -217,14 +226,16 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             engine_allocates=True,
             **settings,
         )
-        packing.declare(pool, self._packing())
+        packing.declare(pool, self._packing(), self._groups.mark)
         stream = (lambda: torch.cuda.current_stream(device)) if device.type == "cuda" else None
         if not self._one_process:
             self._engine = WorkerPool(pool, self._pages.blocks, stream, self._options.worker_listen)
         else:
             if self._options.cluster:  # it must be a member before it adopts blocks
                 timeout_s = self._options.transfer_timeout_s
-                self._engine = MemberPool(pool, self._pages.blocks, self._join(pool), timeout_s, stream)
+                self._engine = MemberPool(
+                    pool, self._pages.blocks, self._join(pool), timeout_s, stream, len(self._groups)
+                )
             else:
                 self._engine = EnginePool(pool, self._pages.blocks, stream)
             engine_pool.attach(self._engine_id, self._engine)
@@ -261,11 +272,12 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Sends the layer, if prompts are sent by layer. Blocks are saved when all layers are computed."""
-        if not self._options.by_layer or layer_name not in self._layer_of:
+        if not self._options.by_layer or layer_name not in self._places:
             return
-        engine, sends = self._worker(), self._step().sends
+        group, place = self._places[layer_name]
+        engine, sends = self._worker(), [send for send in self._step().sends if send.group == group]
         if sends and isinstance(engine, MemberPool):
-            engine.layer_computed(self._layer_of[layer_name], sends)
+            engine.layer_computed(place, sends)
 
     def wait_for_save(self) -> None:
         """Begins the step's sends and saves; threads of the pool copy while the next step computes."""
@@ -358,8 +370,8 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         expected = outgoing = pulls = None
         if isinstance(engine, MemberPool | MemberIndex):
             expected = Expected(engine, self._options.transfer_timeout_s) if consumes else None
-            outgoing = Outgoing(engine, engine.name, self._pages.block_tokens) if produces else None
-            pulls = Pulls(engine, self._options.transfer_timeout_s, self._options.pull)
+            outgoing = Outgoing(engine, engine.name, self._groups) if produces else None
+            pulls = Pulls(engine, self._options.transfer_timeout_s, self._options.pull, groups=self._groups)
             consumes = produces = True  # the role says what goes to others; each has its cache
         if wanted(self._vllm_config):
             self._events = ReportedEvents(self._vllm_config, engine.pool)
@@ -368,7 +380,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._pages.block_tokens,
             loads=consumes,
             saves=produces,
-            groups=len(self._pages.windowed),
+            groups=self._groups,
             async_load=self._async_load,
             expected=expected,
             outgoing=outgoing,

@@ -24,8 +24,10 @@ import numpy.typing as npt
 from kvpool import _core
 from kvpool.engines.vllm.figures import Figures
 from kvpool.engines.vllm.forgetting import forget_all
-from kvpool.engines.vllm.hits import Hits
+from kvpool.engines.vllm.groups import Groups
+from kvpool.engines.vllm.hits import Hit, Hits
 from kvpool.engines.vllm.plans import LoadPlan, SavePlan
+from kvpool.engines.vllm.requests import Digests
 from kvpool.errors import DeadlineExceeded, Error, OutOfBlocks, StateError
 from kvpool.pool import Pool
 
@@ -44,7 +46,7 @@ class _Save:
 @dataclass
 class _Load:
     copy: _core.BlockCopy
-    hit: _core.Match | None
+    hit: Hit | None
     plan: LoadPlan
     began: float
 
@@ -56,6 +58,8 @@ class EnginePool:
         pool: The pool.
         figures: What happened since somebody took them.
         suspects: vLLM's blocks with wrong content, after a load failed, until they are written again.
+        gaps: Requests of which a group cannot be saved any more, because blocks before its window are not cached. The
+            planner takes them.
     """
 
     def __init__(self, pool: Pool, blocks: int, stream: Callable[[], Any] | None = None) -> None:
@@ -69,6 +73,7 @@ class EnginePool:
         self.pool = pool
         self.figures = Figures()
         self.suspects: set[int] = set()
+        self.gaps: set[str] = set()
         self._block_tokens = pool.kv_layout.block_tokens
         self._addrs = pool.adopt(np.arange(blocks))
         self._stream = stream
@@ -81,19 +86,34 @@ class EnginePool:
 
     # ---- the scheduler's side
 
-    def pin(self, request_id: str, tokens: npt.NDArray[np.int32], namespaces: Sequence[str]) -> int:
+    def pin(
+        self,
+        request_id: str,
+        tokens: npt.NDArray[np.int32],
+        namespace: str,
+        groups: Groups,
+        ends: Sequence[int] = (),
+        digests: Digests | None = None,
+    ) -> int:
         """Looks a prompt up, and pins what is cached of it until `unpin` or the end of its loads.
 
         Args:
             request_id: Of the request; what it has pinned before is unpinned.
             tokens: Of the prompt.
-            namespaces: One for each group of layers.
+            namespace: Of the request.
+            groups: Of the model's layers.
+            ends: As for `Hits.find`.
+            digests: Likewise.
 
         Returns:
             The tokens that are cached for every group.
         """
         self.unpin(request_id)
-        return self._hits.find(request_id, tokens, namespaces, self.pool.match)
+        return self._hits.find(request_id, tokens, namespace, groups, self.pool.match, ends, digests)
+
+    def tails(self, request_id: str) -> dict[int, int]:
+        """As `Hits.tails`, of what is pinned."""
+        return self._hits.tails(request_id)
 
     def rewritten(self, blocks: Iterable[int]) -> None:
         """The step computes these blocks anew."""
@@ -126,13 +146,8 @@ class EnginePool:
     def await_saves_of(self, written: set[int] | None) -> None:
         """Waits for the saves that read one of the blocks. REQUIRES: before anything writes to them."""
         waiting = [save for save in self._saves if written is None or not save.blocks.isdisjoint(written)]
-        if not waiting:
-            return
-        began = time.perf_counter()
-        for save in waiting:
-            wait_for(save.copy)
-        self.figures.add(save_wait_seconds=time.perf_counter() - began)
-        self._reap_saves()
+        if waiting:
+            self._await(waiting)
 
     def load(self, plan: LoadPlan) -> None:
         """Loads, and returns when the blocks are filled. A failure is told by `take_failed_blocks`."""
@@ -197,18 +212,39 @@ class EnginePool:
 
     # ----
 
+    def _await(self, saves: Sequence[_Save]) -> None:
+        began = time.perf_counter()
+        for save in saves:
+            wait_for(save.copy)
+        self.figures.add(save_wait_seconds=time.perf_counter() - began)
+        self._reap_saves()
+
     def _current_stream(self) -> Any:
         return None if self._stream is None else self._stream()
 
-    def _source(self, plan: LoadPlan) -> tuple[_core.Match | None, npt.NDArray[np.uint64]]:
+    def _source(self, plan: LoadPlan) -> tuple[Hit | None, npt.NDArray[np.uint64]]:
         """The blocks to load, and what pins them. Raises StateError if nothing does."""
         hit = self._hits.take(plan.request_id, plan.group)
         if hit is None:
             raise StateError(f"the match of request {plan.request_id} was given up before its load")
-        return hit, hit.addrs[plan.first : plan.first + len(plan.blocks)]
+        source = hit.addrs(plan.first, len(plan.blocks))
+        if source is None:
+            hit.close()
+            raise StateError(f"vLLM needs more blocks of request {plan.request_id} than its window")
+        return hit, source
 
     def _copy_out(self, plan: SavePlan) -> _core.BlockCopy:
-        """Begins a save."""
+        """Begins a save. Waits for those that it goes on from, where vLLM has dropped the blocks before it."""
+        try:
+            return self._begin_copy_out(plan)
+        except StateError:
+            earlier = [save for save in self._saves if save.plan.namespace == plan.namespace]
+            if not plan.first or not earlier:
+                raise
+        self._await(earlier)
+        return self._begin_copy_out(plan)
+
+    def _begin_copy_out(self, plan: SavePlan) -> _core.BlockCopy:
         return self.pool.save(
             plan.tokens,
             self._addrs[plan.blocks],
@@ -241,7 +277,7 @@ class EnginePool:
             self._loads[plan.request_id, plan.group] = _Load(copy, hit, plan, began)
         return True
 
-    def _end_load(self, plan: LoadPlan, hit: _core.Match | None, began: float, error: Exception | None) -> None:
+    def _end_load(self, plan: LoadPlan, hit: Hit | None, began: float, error: Exception | None) -> None:
         if hit is not None:
             hit.close()
         if error is None:
@@ -295,6 +331,8 @@ class EnginePool:
         # Nothing to tell a person at each step: without room, what is cached is all in use; in a gap, what vLLM has
         # dropped of the prompt is not cached any more.
         gap = plan.first > 0 and isinstance(error, StateError)
+        if gap:
+            self.gaps.add(plan.request_id)
         level = logging.DEBUG if gap or isinstance(error, OutOfBlocks) else logging.WARNING
         _log.log(level, "blocks were not saved: %s", error)
 

@@ -67,6 +67,11 @@ class Expected:
         """A request whose prompt comes from another engine."""
         self._waits[request_id] = _Wait(announced, self._clock())
 
+    def end(self, request_id: str) -> int:
+        """How many tokens of the request's prompt another engine has announced; 0: none."""
+        wait = self._waits.get(request_id)
+        return 0 if wait is None else wait.announced.tokens
+
     def has_arrived(self, request_id: str) -> bool:
         """Whether the request's prompt has come from another engine. Then it need not wait."""
         wait = self._waits.get(request_id)

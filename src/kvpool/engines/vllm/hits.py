@@ -2,53 +2,107 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpool import _core
+from kvpool.engines.vllm.beginnings import Beginnings
+from kvpool.engines.vllm.groups import Groups
+from kvpool.engines.vllm.requests import Digests
 
-__all__ = ["Hits"]
+__all__ = ["Hit", "Hits"]
+
+_TRIED_MAX: Final = 8  # tails of a prompt, for each group
+_Match: TypeAlias = "Callable[[npt.NDArray[np.int32], str], _core.Match]"
+
+
+@dataclass(frozen=True)
+class Hit:
+    """What is cached of a prompt for one group.
+
+    Attributes:
+        match: Pins it.
+        first: The block of the prompt at which it begins: 0, unless it is a tail.
+    """
+
+    match: _core.Match
+    first: int = 0
+
+    def addrs(self, first: int, count: int) -> npt.NDArray[np.uint64] | None:
+        """Of `count` blocks of the prompt from `first` on. None: it does not have all of them."""
+        begin = first - self.first
+        found = self.match.addrs
+        if not count:
+            return found[:0]
+        return found[begin : begin + count] if begin >= 0 and begin + count <= len(found) else None
+
+    def close(self) -> None:
+        """Ends the pin."""
+        self.match.close()
 
 
 class Hits:
-    """Matches by request and group. Not thread-safe."""
+    """Matches by request and group. Not thread-safe.
+
+    A tail ends where its prompt ended, or later, if it was saved on. Nothing in its name says where. So those that were
+    found are remembered by where they begin.
+    """
 
     def __init__(self) -> None:
-        self._of: dict[str, dict[int, _core.Match]] = {}
+        self._of: dict[str, dict[int, Hit]] = {}
+        self._beginnings = Beginnings()
 
     def find(
         self,
         request_id: str,
         tokens: npt.NDArray[np.int32],
-        namespaces: Sequence[str],
-        match: Callable[[npt.NDArray[np.int32], str], _core.Match],
+        namespace: str,
+        groups: Groups,
+        match: _Match,
+        ends: Sequence[int] = (),
+        digests: Digests | None = None,
     ) -> int:
         """Matches a prompt for every group. Returns the tokens that all of them have, and keeps nothing if that is 0.
 
         What `match` raises is raised, and nothing is kept then. REQUIRES: the request has no matches.
-        """
-        hits: dict[int, _core.Match] = {}
-        found = len(tokens)
-        try:
-            for group, namespace in enumerate(namespaces):
-                hits[group] = match(tokens[:found], namespace)
-                found = hits[group].tokens
-                if not found:
-                    break
-        except BaseException:
-            found = 0
-            raise
-        finally:
-            if found:
-                self._of[request_id] = hits
-            else:
-                for hit in hits.values():
-                    hit.close()
-        return found
 
-    def take(self, request_id: str, group: int) -> _core.Match | None:
+        Args:
+            request_id: Of the request.
+            tokens: Of the prompt.
+            namespace: Of the request.
+            groups: Of the model.
+            match: Looks up.
+            ends: Lengths in tokens at which tails may end that were not found yet, besides the length of what groups
+                without a window have.
+            digests: As for `Groups.part`. A request that waits is looked up again and again.
+        """
+        best = _Search(tokens, namespace, groups, match, digests, self._beginnings)
+        for end in sorted({min(end, len(tokens)) for end in ends if groups.tails}, reverse=True):
+            if end <= best.found:
+                break
+            try:
+                other = _Search(tokens[:end], namespace, groups, match, digests, self._beginnings)
+            except BaseException:
+                best.close()
+                raise
+            best, worse = (other, best) if other.found > best.found else (best, other)
+            worse.close()
+        if best.found:
+            self._of[request_id] = best.hits
+            for group, first in self.tails(request_id).items():
+                name = groups.part(group, namespace, tokens, first, digests).namespace
+                self._beginnings.add(name, tokens, first * groups.block_tokens)
+        return best.found
+
+    def tails(self, request_id: str) -> dict[int, int]:
+        """At which block the tails begin that the request has: by group, of those that lack the blocks before it."""
+        return {group: hit.first for group, hit in self._of.get(request_id, {}).items() if hit.first}
+
+    def take(self, request_id: str, group: int) -> Hit | None:
         """The match of one group, which the caller closes."""
         hits = self._of.get(request_id, {})
         hit = hits.pop(group, None)
@@ -66,6 +120,89 @@ class Hits:
             hit.close()
 
     def close_all(self) -> None:
-        """Closes those of all requests."""
+        """Closes all."""
         for request_id in list(self._of):
             self.close(request_id)
+
+
+class _Search:
+    """A look-up of a prompt for every group: `found` tokens, and the `hits`, which are closed if that is 0."""
+
+    def __init__(
+        self,
+        tokens: npt.NDArray[np.int32],
+        namespace: str,
+        groups: Groups,
+        match: _Match,
+        digests: Digests | None,
+        beginnings: Beginnings,
+    ) -> None:
+        self._tokens, self._namespace, self._groups, self._match = tokens, namespace, groups, match
+        self._digests, self._beginnings = digests, beginnings
+        self.hits: dict[int, Hit] = {}
+        self.found = len(tokens) // groups.block_tokens * groups.block_tokens
+        settled = -1
+        try:
+            while self.found and settled != self.found:  # a tail may be of no use for a shorter prefix
+                settled = self.found
+                for group in groups.order:
+                    self.found = self._look(group, self.found)
+        except BaseException:
+            self.close()
+            raise
+        if not self.found:
+            self.close()
+
+    def close(self) -> None:
+        for hit in self.hits.values():
+            hit.close()
+        self.hits.clear()
+
+    def _look(self, group: int, end: int) -> int:
+        """How many of `end` tokens a group has."""
+        if not end:
+            return 0
+        known = self.hits.get(group)
+        if known is not None:
+            if self._serves(group, known.first, end):  # it has had more than these tokens
+                return end
+            del self.hits[group]
+            known.close()
+        whole = self._match(*self._part(group, end, 0))
+        self.hits[group] = Hit(whole)
+        found = whole.tokens
+        if not self._groups.tails:
+            return found
+        for first in self._tails(group, end):
+            if found >= end:
+                break
+            tail = self._match(*self._part(group, end, first))
+            reached = first * self._groups.block_tokens + tail.tokens
+            if reached > found and tail.tokens and self._serves(group, first, reached):
+                self.hits[group].close()
+                self.hits[group], found = Hit(tail, first), reached
+            else:
+                tail.close()
+        return found
+
+    def _serves(self, group: int, first: int, end: int) -> bool:
+        """Whether a group needs no block before `first` of a prefix."""
+        return first <= self._groups.first_needed(group, end // self._groups.block_tokens)
+
+    def _tails(self, group: int, end: int) -> Iterator[int]:
+        """Where tails may begin that are of use for a prefix up to here."""
+        block_tokens = self._groups.block_tokens
+        first = self._groups.first_needed(group, end // block_tokens)
+        if first:
+            yield first
+        tried = 0
+        for begin in self._beginnings.likely(self._tokens, (first - 1) * block_tokens):
+            if self._part(group, end, begin // block_tokens)[1] in self._beginnings:
+                tried += 1
+                yield begin // block_tokens
+            if tried == _TRIED_MAX:
+                break
+
+    def _part(self, group: int, end: int, first: int) -> tuple[npt.NDArray[np.int32], str]:
+        part = self._groups.part(group, self._namespace, self._tokens[:end], first, self._digests)
+        return part.tokens, part.namespace

@@ -31,7 +31,8 @@ class Pages:
         block_tokens: Tokens in a block.
         blocks: Blocks of a tensor.
         latent: Latent attention (MLA): a token has one latent, and no K and V.
-        windowed: For each group of layers whether it has a sliding window: then vLLM drops the blocks before it.
+        windows: For each group of layers the tokens of its sliding window, before which vLLM drops blocks; None: it has
+            no window.
         groups: Names of the layers of each group, where there are several. They have the same memory, and a block
             belongs to one of them: at the places of another group's layers are `layers`, those of the longest group.
     """
@@ -43,7 +44,7 @@ class Pages:
     block_tokens: int
     blocks: int
     latent: bool = False
-    windowed: tuple[bool, ...] = (False,)
+    windows: tuple[int | None, ...] = (None,)
     groups: tuple[tuple[str, ...], ...] = ()
 
     @property
@@ -53,7 +54,7 @@ class Pages:
         Otherwise vLLM computes from the first block on that was not filled. It cannot where it has dropped blocks
         before that, and knows no blocks of several groups.
         """
-        return len(self.windowed) > 1 or any(self.windowed)
+        return len(self.windows) > 1 or self.windows[0] is not None
 
 
 class Adoption(NamedTuple):
@@ -104,7 +105,7 @@ def pages_of(kv_cache_config: Any) -> Pages:
         spec.block_size,
         kv_cache_config.num_blocks,
         latent,
-        windowed=tuple("SlidingWindowSpec" in _kinds(group.kv_cache_spec) for group in groups),
+        windows=tuple(_window(group.kv_cache_spec) for group in groups),
         groups=tuple(tuple(group.layer_names) for group in groups) if len(groups) > 1 else (),
     )
     layout = _layout(pages, "NHD", "fused") if not latent or not spec.head_size % 2 else None
@@ -129,6 +130,13 @@ def _check_attention(spec: Any) -> None:
             "KvpoolConnector supports layers that attend to all tokens, or with K and V to a window of them, and some "
             f"layers are of {type(spec).__name__}"
         )
+
+
+def _window(spec: Any) -> int | None:
+    """The tokens whose blocks vLLM keeps."""
+    if "SlidingWindowSpec" not in _kinds(spec):
+        return None
+    return int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0))
 
 
 def _kinds(spec: Any) -> set[str]:

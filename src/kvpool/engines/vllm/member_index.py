@@ -21,17 +21,18 @@ class MemberIndex(SchedulerIndex, AmongPeers):
     workers of the other engine that have the same heads.
     """
 
-    def __init__(self, pool: Pool, membership: Membership, timeout_s: float) -> None:
+    def __init__(self, pool: Pool, membership: Membership, timeout_s: float, groups: int = 1) -> None:
         """Of an engine.
 
         Args:
             pool: As for SchedulerIndex; it is a member already.
             membership: The pool's; it is closed by `close`.
             timeout_s: As for MemberPool.
+            groups: As for MemberPool.
         """
         super().__init__(pool)
         self._membership = membership
-        self._arrivals = Arrivals(pool, 2 * timeout_s)
+        self._arrivals = Arrivals(pool, 2 * timeout_s, groups)
         self._sends = self._saved_sends = SavedSends(pool, membership.has, timeout_s)
 
     @property
@@ -45,6 +46,7 @@ class MemberIndex(SchedulerIndex, AmongPeers):
 
     def addressed(self, step: StepPlan) -> StepPlan:
         """As SchedulerIndex.addressed. Keeps the sends, which are not the workers'."""
+        self._arrivals.end_pins()
         addressed = super().addressed(step)
         for send in step.sends:
             self._saved_sends.plan(send, self._last)

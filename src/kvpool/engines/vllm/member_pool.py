@@ -30,6 +30,7 @@ class MemberPool(EnginePool, AmongPeers):
         membership: Membership,
         timeout_s: float,
         stream: Callable[[], Any] | None = None,
+        groups: int = 1,
     ) -> None:
         """Adopts all blocks.
 
@@ -39,10 +40,11 @@ class MemberPool(EnginePool, AmongPeers):
             membership: The pool's; it is closed by `close`.
             timeout_s: Seconds that a send may take, and for which what has arrived is remembered.
             stream: As for EnginePool.
+            groups: Of layers.
         """
         super().__init__(pool, blocks, stream)
         self._membership = membership
-        self._arrivals = Arrivals(pool, 2 * timeout_s)
+        self._arrivals = Arrivals(pool, 2 * timeout_s, groups)
         self._sends = Sends(pool, self._addrs, membership.has, timeout_s, self._current_stream)
 
     # ---- the scheduler's side
@@ -67,6 +69,7 @@ class MemberPool(EnginePool, AmongPeers):
 
     def begin_step(self) -> None:
         """The previous step has ended."""
+        self._arrivals.end_pins()
         self._sends.begin_step()
 
     def await_saves_of(self, written: set[int] | None) -> None:

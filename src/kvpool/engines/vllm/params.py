@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-__all__ = ["KEY", "Announced", "Params", "letter", "read", "read_letter"]
+__all__ = ["KEY", "Announced", "Params", "letter", "parts", "read", "read_letter"]
 
 _log = logging.getLogger("kvpool.engines.vllm")
 
@@ -19,6 +19,7 @@ _COMPLETE: Final = b"kvpool-prompt "
 _FAILED: Final = b"kvpool-failed "
 _NAME_MAX: Final = 255  # characters, as of a member
 _ID_MAX: Final = 64
+_PART_MAX: Final = _ID_MAX + len("/9999")
 _TOKENS_MAX: Final = 1 << 31
 _SHOWN: Final = 80
 
@@ -75,6 +76,11 @@ def read(given: object) -> Params:
     return Params(to, Announced(peer, str(number), tokens), pull)
 
 
+def parts(number: str, groups: int) -> list[str]:
+    """The ids of what is sent of a prompt for each group of layers. They arrive one by one."""
+    return [number] if groups == 1 else [f"{number}/{group}" for group in range(groups)]
+
+
 def letter(number: str, complete: bool = True) -> bytes:
     """What goes with the last blocks of a prompt; or, if not `complete`, what says that they do not come."""
     return (_COMPLETE if complete else _FAILED) + number.encode()
@@ -84,7 +90,7 @@ def read_letter(private: bytes) -> tuple[str, bool]:
     """The id in a letter, and whether its prompt is complete. The id is "" if these bytes are something else."""
     for begin in (_COMPLETE, _FAILED):
         number = private[len(begin) :]
-        if private.startswith(begin) and len(number) <= _ID_MAX and number.isascii():
+        if private.startswith(begin) and len(number) <= _PART_MAX and number.isascii():
             return number.decode(), begin is _COMPLETE
     return "", False
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,11 +11,12 @@ import numpy.typing as npt
 
 from kvpool.engines.vllm.engine_pool import EnginePool
 from kvpool.engines.vllm.expected import Expected
+from kvpool.engines.vllm.groups import Groups
 from kvpool.engines.vllm.outgoing import Outgoing
 from kvpool.engines.vllm.params import read
 from kvpool.engines.vllm.plans import GroupBlocks, LoadPlan, SavePlan, StepPlan, ids, needed_from
 from kvpool.engines.vllm.pulls import Pulls
-from kvpool.engines.vllm.requests import Tracked, cacheable, namespace_of, namespaces_of_groups
+from kvpool.engines.vllm.requests import Tracked, cacheable, namespace_of
 from kvpool.engines.vllm.scheduler_index import SchedulerIndex
 
 __all__ = ["Planner"]
@@ -29,7 +30,7 @@ class Planner:
     Args:
         engine: Where loads and saves are carried out, or what is known of it.
         block_tokens: Tokens in a block.
-        groups: Groups of layers, each with its blocks.
+        groups: Of layers, each with its blocks; None: there is one, which attends to all tokens.
         loads: Prompts are looked up.
         saves: Blocks are saved.
         async_load: Loads are carried out beside steps.
@@ -44,7 +45,7 @@ class Planner:
         engine: EnginePool | SchedulerIndex,
         block_tokens: int,
         *,
-        groups: int = 1,
+        groups: Groups | None = None,
         loads: bool = True,
         saves: bool = True,
         async_load: bool = False,
@@ -57,7 +58,7 @@ class Planner:
         self._expected, self._outgoing, self._pulls = expected, outgoing, pulls
         self._on_save = on_save
         self._block_tokens = block_tokens
-        self._groups = groups
+        self._groups = groups or Groups(block_tokens)
         self._reads, self._writes = loads, saves
         self._async_load = async_load
         self._tracked: dict[str, Tracked] = {}
@@ -88,14 +89,16 @@ class Planner:
         until the step is planned. At least one token is left to compute.
         """
         tracked = self._tracked.get(request.request_id) or self.add(request)
-        tracked.planned, tracked.local = 0, computed
+        tracked.planned, tracked.local, tracked.gap, tracked.tails = 0, computed, False, {}
         self._loading.pop(request.request_id, None)
         if not tracked.readable:
             return 0, False
         tokens = tracked.tokens.first(request, request.num_tokens - 1)
         # In this order: what arrives after the look-up is not found by it.
         arrived = self._expected is not None and self._expected.has_arrived(request.request_id)
-        found = self._engine.pin(request.request_id, tokens, self._namespaces(tracked))
+        found = self._engine.pin(
+            request.request_id, tokens, tracked.namespace, self._groups, self._ends(tracked), tracked.digests
+        )
         if self._expected is not None and not arrived:
             wanted = len(tokens) // self._block_tokens * self._block_tokens
             if self._expected.must_wait(request.request_id, max(found, computed), wanted):
@@ -105,6 +108,7 @@ class Planner:
             self._engine.unpin(request.request_id)
             return None, False
         tracked.planned = found // self._block_tokens
+        tracked.tails = self._engine.tails(request.request_id)  # also if vLLM has as much: they are saved on
         if found <= computed:
             self._engine.unpin(request.request_id)
             self._loads_now(request.request_id)
@@ -142,13 +146,12 @@ class Planner:
             copies_blocks: vLLM itself copies blocks in this step.
         """
         self._release_offers()
+        if self._pulls is not None:
+            self._pulls.let_dropped_go()
         step = StepPlan(loads=self._loads)
         self._loads = []
         guarded = self._planned_saves or self._engine.saving or bool(self._engine.suspects)
-
-        def first_group(request_id: str) -> Sequence[int]:
-            return blocks_of(request_id)[0]
-
+        self._learn_gaps()
         for request_id, count in scheduled.items():
             tracked = self._tracked.get(request_id)
             if tracked is None:
@@ -156,9 +159,8 @@ class Planner:
             if guarded:
                 self._note_writes(step, tracked, count, blocks_of(request_id))
             step.saves += self._saves_of(tracked, count, blocks_of)
-            send = None if self._outgoing is None else self._outgoing.plan(request_id, count, first_group)
-            if send is not None:
-                step.sends.append(send)
+            if self._outgoing is not None:
+                step.sends += self._outgoing.plan(request_id, count, blocks_of)
         if copies_blocks:
             step.written = None
         elif step.written is not None:
@@ -232,7 +234,7 @@ class Planner:
         if self._expected is not None and params.announced is not None and tracked.readable:
             self._expected.add(request.request_id, params.announced)
         elif self._pulls is not None and tracked.readable:
-            self._pulls.add(request.request_id, tracked.namespace, params.pull)
+            self._pulls.add(request.request_id, tracked.namespace, params.pull, tracked.digests)
         if self._outgoing is not None and params.to:
             self._outgoing.add(tracked, params.to)
 
@@ -257,20 +259,33 @@ class Planner:
         """
         request = tracked.request
         full = min(request.num_computed_tokens + count, request.num_tokens) // self._block_tokens
-        if full <= tracked.planned or not tracked.writable:
+        if full <= tracked.planned or not tracked.writable or tracked.gap:
             return []
         tracked.planned = full
         tokens = tracked.tokens.first(request, full * self._block_tokens)
         saves = []
-        for namespace, of_group in zip(self._namespaces(tracked), blocks_of(request.request_id), strict=True):
-            first = needed_from(of_group[:full])
-            saves.append(SavePlan(request.request_id, namespace, tokens, ids(of_group[first:full]), first=first))
-        if self._on_save is not None:
+        for group, of_group in enumerate(blocks_of(request.request_id)):
+            begin = tracked.tails.get(group, 0)
+            part = self._groups.part(group, tracked.namespace, tokens, begin, tracked.digests)
+            first = max(begin, needed_from(of_group[:full]))
+            blocks = ids(of_group[first:full])
+            saves.append(SavePlan(request.request_id, part.namespace, part.tokens, blocks, first=first - begin))
+        if self._on_save is not None and 0 not in tracked.tails:
             self._on_save(request, saves[0])
         return saves
 
-    def _namespaces(self, tracked: Tracked) -> list[str]:
-        return namespaces_of_groups(tracked.namespace, self._groups)
+    def _ends(self, tracked: Tracked) -> list[int]:
+        """Where tails may end that other engines have sent, or that were fetched."""
+        request_id = tracked.request.request_id
+        waits = [each for each in (self._expected, self._pulls) if each is not None]
+        return [end for each in waits if (end := each.end(request_id))]
+
+    def _learn_gaps(self) -> None:
+        """Requests of which a group lacks blocks: what the other groups saved would be of no use."""
+        for request_id in self._engine.gaps:
+            if request_id in self._tracked:
+                self._tracked[request_id].gap = True
+        self._engine.gaps.clear()
 
     def _note_writes(self, step: StepPlan, tracked: Tracked, count: int, blocks: GroupBlocks) -> None:
         """The step writes from the first token that is not computed on."""

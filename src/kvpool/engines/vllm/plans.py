@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.engines.vllm.groups import Named
+
 __all__ = [
     "NULL_BLOCK",
     "GroupBlocks",
@@ -71,8 +73,10 @@ class SendPlan:
 
     Attributes:
         peer: The other engine's name in the cluster.
-        id: Of the prompt, for the receiver.
-        last: Nothing of the prompt follows.
+        id: Of the prompt, for the receiver; where there are several groups, of the prompt and the group.
+        last: Nothing of the prompt follows for this group.
+        group: Of layers.
+        saved: Of a tail: the whole prompt of which it is the end, as this engine has saved it.
     """
 
     request_id: str
@@ -82,6 +86,8 @@ class SendPlan:
     peer: str
     id: str
     last: bool
+    group: int = 0
+    saved: Named | None = None
 
 
 @dataclass

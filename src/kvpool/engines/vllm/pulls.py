@@ -13,9 +13,11 @@ import numpy.typing as npt
 
 from kvpool import _core
 from kvpool.engines.vllm.figures import Figures
+from kvpool.engines.vllm.groups import Groups
+from kvpool.engines.vllm.pulled import Fetch, TailFetch, begin_fetch
+from kvpool.engines.vllm.requests import Digests
 from kvpool.errors import Busy, DeadlineExceeded, Error
 from kvpool.pool import Pool
-from kvpool.types import DRAM
 
 __all__ = ["Peer", "Pulls"]
 
@@ -41,17 +43,42 @@ class _Pull:
     peers: list[str]
     named: bool  # by the request
     began: float | None = None  # when it was looked up first: until then it waits for its turn
-    asked: list[_core.PeerMatch] = field(default_factory=list)
-    fetch: _core.Transfer | None = None
+    asked: list[_core.PeerMatch] = field(default_factory=list)  # of each member, for each group in turn
+    fetches: list[Fetch] = field(default_factory=list)  # for each group
+    end: int = 0  # tokens that are being fetched, or were
     over: bool = False
+    digests: Digests | None = None
+
+
+@dataclass
+class _Answer:
+    """What a member has: a match for each group."""
+
+    matches: list[_core.PeerMatch]
+
+    @property
+    def peer(self) -> str:
+        return self.matches[0].peer
+
+    def done(self) -> bool:
+        return all(match.done() for match in self.matches)
+
+    def error(self) -> Exception | None:
+        """REQUIRES: it is done."""
+        return next((error for match in self.matches if (error := match.exception(0)) is not None), None)
+
+    @property
+    def tokens(self) -> int:
+        """That all groups have. REQUIRES: there is no error."""
+        return min(match.tokens for match in self.matches)
 
 
 class Pulls:
     """Which requests fetch. Not thread-safe. No method waits for a peer.
 
-    A request asks one member, or all, how much of its prompt they have; it fetches from the one that has most, if that
-    is more than is here. It waits outside the batch meanwhile, until a deadline; then it loads what is cached here, and
-    computes the rest.
+    A request asks one member, or all, how much of its prompt they have for each group of layers; it fetches from the
+    one that has most for all groups, if that is more than is here. It waits outside the batch meanwhile, until a
+    deadline; then it loads what is cached here, and computes the rest.
     """
 
     def __init__(
@@ -60,6 +87,7 @@ class Pulls:
         timeout_s: float,
         from_all: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        groups: Groups | None = None,
     ) -> None:
         """Of an engine.
 
@@ -68,20 +96,23 @@ class Pulls:
             timeout_s: Seconds from the first look-up of a request to the end of its wait.
             from_all: A request that names no member asks all of them.
             clock: Seconds.
+            groups: As for Planner.
         """
         self._engine = engine
         self._block_tokens = engine.pool.kv_layout.block_tokens
+        self._groups = groups or Groups(self._block_tokens)
         self._timeout_s = timeout_s
         self._from_all = from_all
         self._clock = clock
         self._pulls: dict[str, _Pull] = {}
         self._silent: dict[str, float] = {}  # members that have not answered, and until when they are not asked
+        self._dropped: list[TailFetch] = []  # that have not ended yet
 
-    def add(self, request_id: str, namespace: str, peer: str = "") -> None:
-        """A request that may fetch. `peer`: from this member; "": from whom the options say."""
+    def add(self, request_id: str, namespace: str, peer: str = "", digests: Digests | None = None) -> None:
+        """A request that may fetch. `peer`: from this member; "": from whom the options say. `digests`: Its own."""
         peers = [peer] if peer else self._engine.others() if self._from_all else []
         if peers:
-            self._pulls[request_id] = _Pull(namespace, peers, bool(peer))
+            self._pulls[request_id] = _Pull(namespace, peers, bool(peer), digests=digests)
 
     def must_wait(self, request_id: str, tokens: npt.NDArray[np.int32], cached: int) -> bool:
         """Whether the request should be asked again later.
@@ -97,16 +128,21 @@ class Pulls:
         if pull.began is None:
             pull.began = self._clock()
         wanted = tokens[: len(tokens) // self._block_tokens * self._block_tokens]
-        if pull.fetch is not None and pull.fetch.done():
-            self._fetched(pull, pull.fetch)
+        if pull.fetches and all(fetch.done() for fetch in pull.fetches):
+            self._fetched(pull)
             return True  # what has come is found by the next look-up
         if self._left_s(pull) <= 0:
-            if pull.fetch is not None:
+            if pull.fetches:
                 self._has_not_answered(pull.asked[0].peer)
             self._failed(pull, "the time is over")
-        elif pull.fetch is None:
+        elif not pull.fetches:
             self._ask_or_fetch(pull, wanted, cached)
         return not pull.over
+
+    def end(self, request_id: str) -> int:
+        """How many tokens of its prompt a request fetches, or has fetched; 0: none."""
+        pull = self._pulls.get(request_id)
+        return 0 if pull is None else pull.end
 
     def finish(self, request_id: str) -> None:
         """The request loads now, or needs nothing any more."""
@@ -114,8 +150,16 @@ class Pulls:
         if pull is not None and not pull.over:
             self._end(pull)
 
+    def let_dropped_go(self) -> None:
+        """What has come of fetches that nobody waits for any more makes room. Call it at each step."""
+        ended = [fetch for fetch in self._dropped if fetch.done()]
+        self._dropped = [fetch for fetch in self._dropped if fetch not in ended]
+        for fetch in ended:
+            fetch.drop()
+
     def cancel(self) -> None:
         """Nothing more is fetched for the requests that there are."""
+        self.let_dropped_go()
         for pull in self._pulls.values():
             if not pull.over:
                 self._end(pull)
@@ -148,52 +192,82 @@ class Pulls:
         if not peers:
             self._failed(pull, "it has not answered lately")
             return
-        pull.asked = self._engine.pool.peers.match(
-            peers, wanted, pull.namespace, hold=left_s, timeout=left_s * _ASKING, wait=False
-        )
+        asked: list[_core.PeerMatch] = []
+        try:
+            for name in self._groups.names(pull.namespace):
+                asked += self._engine.pool.peers.match(
+                    peers, wanted, name, hold=left_s, timeout=left_s * _ASKING, wait=False
+                )
+        except Error:
+            for match in asked:
+                match.close()
+            raise
+        pull.asked = asked
 
     def _fetch_best(self, pull: _Pull, wanted: npt.NDArray[np.int32], cached: int) -> None:
         """Fetches from the one that has most, when all have answered or one has everything."""
-        answers = [match for match in pull.asked if match.done()]
-        for match in answers:
-            if isinstance(match.exception(0), DeadlineExceeded):
-                self._has_not_answered(match.peer)
+        asked = _answers(pull.asked)
+        answers = [answer for answer in asked if answer.done()]
+        for answer in answers:
+            if isinstance(answer.error(), DeadlineExceeded):
+                self._has_not_answered(answer.peer)
         best = self._longest(answers)
-        if len(answers) < len(pull.asked) and (best is None or best.tokens < len(wanted)):
+        if len(answers) < len(asked) and (best is None or best.tokens < len(wanted)):
             return
         if best is None:
-            self._failed(pull, pull.asked[0].exception(0) or "the connection is lost")
+            self._failed(pull, asked[0].error() or "the connection is lost")
             return
         if best.tokens <= cached:
             self._end(pull)
             return
         for match in pull.asked:
-            if match is not best:
+            if match not in best.matches:
                 match.close()
-        pull.asked = [best]
-        pull.fetch = self._engine.pool.fetch_with_insert(
-            best.peer, wanted[: best.tokens], namespace=pull.namespace, medium=DRAM, timeout=self._left_s(pull)
-        )
+        pull.asked = best.matches
+        self._fetch(pull, wanted[: best.tokens])
 
-    def _longest(self, answers: Sequence[_core.PeerMatch]) -> _core.PeerMatch | None:
+    def _fetch(self, pull: _Pull, tokens: npt.NDArray[np.int32]) -> None:
+        """Fetches what each group needs, from the member whose matches are left."""
+        pool, left_s = self._engine.pool, self._left_s(pull)
+        pull.end = len(tokens)
+        try:
+            for group, found in enumerate(pull.asked):
+                fetch = begin_fetch(pool, found, self._groups, group, pull.namespace, tokens, left_s, pull.digests)
+                if fetch is not None:
+                    pull.fetches.append(fetch)
+        except Error:
+            self._drop_fetches(pull)
+            raise
+        if not pull.fetches:  # all came while it was asked for
+            self._end(pull)
+
+    def _drop_fetches(self, pull: _Pull) -> None:
+        for fetch in pull.fetches:
+            fetch.cancel()
+            if isinstance(fetch, TailFetch):
+                self._dropped.append(fetch)
+        pull.fetches = []
+        self.let_dropped_go()
+
+    def _longest(self, answers: Sequence[_Answer]) -> _Answer | None:
         """That of the peer which has most, of those to which a fetch need not connect first: that would wait."""
-        well = [match for match in answers if match.exception(0) is None]
+        well = [answer for answer in answers if answer.error() is None]
         connected = {peer.name for peer in self._engine.pool.peers.list()} if well else set()
-        return max((match for match in well if match.peer in connected), key=lambda match: match.tokens, default=None)
+        return max((each for each in well if each.peer in connected), key=lambda each: each.tokens, default=None)
 
-    def _fetched(self, pull: _Pull, fetch: _core.Transfer) -> None:
-        """It has ended."""
-        error = fetch.exception(0)
-        if isinstance(error, Busy) and self._left_s(pull) > 0:  # a block of it is being saved here: once more
-            pull.fetch = None
+    def _fetched(self, pull: _Pull) -> None:
+        """All have ended."""
+        errors = [error for fetch in pull.fetches if (error := fetch.exception(0)) is not None]
+        if errors and all(isinstance(error, Busy) for error in errors) and self._left_s(pull) > 0:
+            self._drop_fetches(pull)  # a block of it is being saved here: once more
             return
-        if error is not None:
-            if isinstance(error, DeadlineExceeded):
+        if errors:
+            if any(isinstance(error, DeadlineExceeded) for error in errors):
                 self._has_not_answered(pull.asked[0].peer)
-            self._failed(pull, error)
+            self._failed(pull, next((error for error in errors if not isinstance(error, Busy)), errors[0]))
             return
-        tokens = (fetch.stats.blocks - fetch.stats.skipped_blocks) * self._block_tokens
-        self._engine.figures.add(pulls=1, pulled_tokens=tokens)
+        blocks = sum(fetch.stats.blocks - fetch.stats.skipped_blocks for fetch in pull.fetches)
+        self._engine.figures.add(pulls=1, pulled_tokens=blocks * self._block_tokens)
         self._end(pull)
 
     def _has_not_answered(self, peer: str) -> None:
@@ -208,7 +282,14 @@ class Pulls:
     def _end(self, pull: _Pull) -> None:
         pull.over = True
         self._engine.figures.add(pull_wait_seconds=self._waited_s(pull))
-        if pull.fetch is not None:
-            pull.fetch.cancel()
+        self._drop_fetches(pull)
         for match in pull.asked:
             match.close()
+
+
+def _answers(asked: Sequence[_core.PeerMatch]) -> list[_Answer]:
+    """What was asked, by member, in the order of the groups."""
+    by_peer: dict[str, _Answer] = {}
+    for match in asked:
+        by_peer.setdefault(match.peer, _Answer([])).matches.append(match)
+    return list(by_peer.values())

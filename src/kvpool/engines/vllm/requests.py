@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["TokenArray", "Tracked", "cacheable", "namespace_of", "namespaces_of_groups"]
+__all__ = ["Digests", "TokenArray", "Tracked", "cacheable", "namespace_of", "namespaces_of_groups"]
 
+_DIGEST_BYTES: Final = 16
+_DIGEST_EVERY: Final = 1024  # tokens
 _NAMESPACE_MAX = 200  # characters; a longer one is known by its hash
 
 
@@ -34,6 +36,29 @@ class TokenArray:
             self._array[self._size : size] = request.all_token_ids[self._size : size]
             self._size = size
         return self._array[:count]
+
+
+class Digests:
+    """Hashes of the beginnings of a request's tokens. Each token is read once, and a few again for each hash."""
+
+    def __init__(self) -> None:
+        self._states = [hashlib.blake2b(digest_size=_DIGEST_BYTES)]  # after 0, 1024, 2048 and so on tokens
+
+    def of(self, tokens: npt.NDArray[np.int32], count: int) -> str:
+        """Of the first `count` tokens. REQUIRES: `tokens` begin as at all calls before."""
+        states = self._states
+        while len(states) <= count // _DIGEST_EVERY:
+            begin = (len(states) - 1) * _DIGEST_EVERY
+            states.append(states[-1].copy())
+            states[-1].update(_bytes(tokens[begin : begin + _DIGEST_EVERY]))
+        nearest = count // _DIGEST_EVERY
+        state = states[nearest].copy()
+        state.update(_bytes(tokens[nearest * _DIGEST_EVERY : count]))
+        return state.hexdigest()
+
+
+def _bytes(tokens: npt.NDArray[np.int32]) -> bytes:
+    return np.ascontiguousarray(tokens, np.int32).tobytes()
 
 
 def cacheable(request: Any) -> bool:
@@ -78,6 +103,11 @@ class Tracked:
         tokens: Its tokens.
         planned: Blocks from the first on that are cached, or whose save was planned.
         local: Tokens that vLLM's own cache had, at the last lookup.
+        gap: A group of layers lacks blocks in the cache that vLLM does not have, either. So no more is saved: a prefix
+            is a hit where every group has it.
+        tails: By group, at which block the tail begins in which it is cached. Groups that are cached from the first
+            block on are not in it.
+        digests: Hashes of the beginnings of its tokens.
     """
 
     request: Any
@@ -87,3 +117,6 @@ class Tracked:
     tokens: TokenArray = field(default_factory=TokenArray)
     planned: int = 0
     local: int = 0
+    gap: bool = False
+    tails: dict[int, int] = field(default_factory=dict)
+    digests: Digests = field(default_factory=Digests)

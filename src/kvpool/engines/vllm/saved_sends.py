@@ -9,6 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from kvpool import _core
+from kvpool.engines.vllm.groups import Named
 from kvpool.engines.vllm.params import letter
 from kvpool.engines.vllm.plans import SendPlan
 from kvpool.engines.vllm.sends import Sends, left_until
@@ -32,7 +33,8 @@ class SavedSends(Sends):
     """The sends of an engine whose workers are other processes. Not thread-safe.
 
     A send begins when all saves that were planned before it have ended. It sends what is cached of its prompt then:
-    the receiver computes what is missing, because a save has failed or there was no room.
+    the receiver computes what is missing, because a save has failed or there was no room. Of a tail it sends all or
+    nothing.
     """
 
     def __init__(self, pool: Pool, is_member: Callable[[str], bool], timeout_s: float) -> None:
@@ -91,10 +93,15 @@ class SavedSends(Sends):
 
     def _transfer(self, plan: SendPlan, stream: Any, until: float) -> _core.Transfer:
         left_s = left_until(until, plan.peer)
-        with self._pool.match(plan.tokens, plan.namespace) as hit:
-            if not hit.tokens:
-                raise StateError("nothing of it was saved")
+        whole = plan.saved or Named(plan.namespace, plan.tokens)
+        before = len(whole.tokens) - len(plan.tokens)
+        with self._pool.match(whole.tokens, whole.namespace) as hit:
+            there = max(0, hit.tokens - before)
+            if not there or (
+                plan.saved is not None and there < len(plan.tokens)
+            ):  # a tail is of no use without its end
+                raise StateError("it was not saved" if before else "nothing of it was saved")
             return self._pool.transfer_with_insert(
-                plan.peer, plan.tokens[: hit.tokens], hit.addrs, namespace=plan.namespace, medium=DRAM,
-                private=letter(plan.id) if plan.last else None, timeout=left_s,
+                plan.peer, plan.tokens[:there], hit.addrs[before // self._block_tokens :], namespace=plan.namespace,
+                medium=DRAM, private=letter(plan.id) if plan.last else None, timeout=left_s,
             )  # fmt: skip

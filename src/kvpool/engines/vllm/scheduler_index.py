@@ -19,11 +19,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from kvpool import _core
 from kvpool.engines.vllm.figures import Figures
 from kvpool.engines.vllm.forgetting import forget_all
-from kvpool.engines.vllm.hits import Hits
+from kvpool.engines.vllm.groups import Groups
+from kvpool.engines.vllm.hits import Hit, Hits
 from kvpool.engines.vllm.plans import LoadPlan, SavePlan, StepPlan, WorkerReport
+from kvpool.engines.vllm.requests import Digests
 from kvpool.errors import OutOfBlocks, PeerLost
 from kvpool.pool import Pool
 from kvpool.types import DRAM, block_ids
@@ -37,7 +38,7 @@ _NO_TOKENS = np.empty(0, np.int32)
 
 @dataclass
 class _Load:
-    hit: _core.Match
+    hit: Hit
     workers: int  # that have not reported its end
 
 
@@ -59,6 +60,7 @@ class SchedulerIndex:
     Attributes:
         pool: The pool.
         suspects: As in EnginePool.
+        gaps: As in EnginePool.
         figures: Prompts for which there was no room, since somebody took them.
     """
 
@@ -67,6 +69,7 @@ class SchedulerIndex:
         assert parallel is not None
         self.pool = pool
         self.suspects: set[int] = set()
+        self.gaps: set[str] = set()
         self.figures = Figures()
         self._block_tokens = pool.kv_layout.block_tokens
         self._workers = parallel.ranks
@@ -82,14 +85,26 @@ class SchedulerIndex:
 
     # ---- what the planner asks
 
-    def pin(self, request_id: str, tokens: npt.NDArray[np.int32], namespaces: Sequence[str]) -> int:
+    def pin(
+        self,
+        request_id: str,
+        tokens: npt.NDArray[np.int32],
+        namespace: str,
+        groups: Groups,
+        ends: Sequence[int] = (),
+        digests: Digests | None = None,
+    ) -> int:
         """As EnginePool.pin."""
         self.unpin(request_id)
         try:
-            return self._hits.find(request_id, tokens, namespaces, self.pool.match)
+            return self._hits.find(request_id, tokens, namespace, groups, self.pool.match, ends, digests)
         except PeerLost as error:
             self._lose(error)
             return 0
+
+    def tails(self, request_id: str) -> dict[int, int]:
+        """As EnginePool.tails."""
+        return self._hits.tails(request_id)
 
     def unpin(self, request_id: str) -> None:
         """As EnginePool.unpin."""
@@ -113,7 +128,7 @@ class SchedulerIndex:
             for save in self._saves.values():
                 self.pool.forget(save.addrs)
             for load in self._loads.values():
-                self.pool.forget(load.hit.addrs)
+                self.pool.forget(load.hit.match.addrs)
             forget_all(self.pool)
         except PeerLost as error:
             self._lose(error)
@@ -174,9 +189,12 @@ class SchedulerIndex:
         self._last += 1
         if hit is None:
             return replace(plan, number=self._last)
+        source = hit.addrs(plan.first, len(plan.blocks))
+        if source is None:
+            hit.close()
+            return replace(plan, number=self._last)
         self._loads[self._last] = _Load(hit, self._workers)
-        source = block_ids(hit.addrs[plan.first : plan.first + len(plan.blocks)])
-        return replace(plan, number=self._last, source=source)
+        return replace(plan, number=self._last, source=block_ids(source))
 
     def _save(self, plan: SavePlan) -> SavePlan | None:
         """None if all is cached, or nothing can make room."""
@@ -203,6 +221,7 @@ class SchedulerIndex:
                 return hit.addrs[:0]
             if cached_blocks < plan.first:  # what vLLM no longer has is not cached any more
                 self.figures.add(failed_saves=1)
+                self.gaps.add(plan.request_id)
                 return hit.addrs[:0]
             addrs = self.pool.alloc(missing, medium=DRAM)
             cached = np.concatenate([hit.addrs, addrs])

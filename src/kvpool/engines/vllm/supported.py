@@ -9,7 +9,7 @@ from kvpool.engines.vllm.layouts import Pages
 from kvpool.engines.vllm.options import Options
 from kvpool.errors import Unsupported
 
-__all__ = ["check_by_layer", "check_cluster", "check_shared", "check_supported"]
+__all__ = ["check_by_layer", "check_shared", "check_stages", "check_supported"]
 
 
 def check_supported(vllm_config: Any, options: Options) -> None:
@@ -45,12 +45,22 @@ def check_by_layer(options: Options, one_process: bool, parallel: Any) -> None:
         raise Unsupported("by_layer does not work with micro-batches (--enable-dbo), which write a layer in two pieces")
 
 
-def check_cluster(options: Options) -> None:
-    """Raises Unsupported for options that a model with sliding windows or several groups of layers cannot have."""
-    if options.cluster:
+def check_stages(pages: Pages, options: Options, stages: int) -> None:
+    """Raises Unsupported where engines of a cluster could have their layers at different places in a block.
+
+    A place in the blocks of a group is that of the group's next layer in each stage. So it depends on how the layers
+    are divided into stages, which peers do not compare.
+
+    Args:
+        pages: Of the model.
+        options: The user's.
+        stages: Of the pipeline.
+    """
+    if options.cluster and stages > 1 and len(pages.windows) > 1:
         raise Unsupported(
-            "KvpoolConnector supports the option cluster only for models whose layers all attend to all tokens: peers "
-            "do not know of blocks that vLLM has dropped. Leave it out"
+            f"KvpoolConnector supports the option cluster for models with {len(pages.windows)} groups of KV layers "
+            f"only without pipeline parallelism, and there are {stages} stages. Leave one of them out",
+            groups=len(pages.windows),
         )
 
 

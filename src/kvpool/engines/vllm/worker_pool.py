@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from kvpool import _core
 from kvpool.engines.vllm.engine_pool import EnginePool, wait_for
+from kvpool.engines.vllm.hits import Hit
 from kvpool.engines.vllm.plans import LoadPlan, SavePlan, StepPlan, WorkerReport
 from kvpool.errors import Error, StateError
 from kvpool.pool import Pool
@@ -102,7 +103,7 @@ class WorkerPool(EnginePool):
             _log.warning("this worker's blocks cannot be reached by other engines: %s", error)
         self._report.joins = 1
 
-    def _source(self, plan: LoadPlan) -> tuple[_core.Match | None, npt.NDArray[np.uint64]]:
+    def _source(self, plan: LoadPlan) -> tuple[Hit | None, npt.NDArray[np.uint64]]:
         if plan.source is None:
             raise StateError(f"the match of request {plan.request_id} was given up before its load")
         self._await_dram(plan.source)
