@@ -33,6 +33,7 @@ BENCHES = {
     "attention-peers": "bench.attention.peers",
     "transfer": "bench.transfer.speed",
     "remote-match": "bench.transfer.remote_match",
+    "fetch-into": "bench.transfer.fetch_into",
     "faults": "bench.faults.survive",
     "cluster": "bench.cluster.fanout",
     "fig8": "bench.memserve.fig8",

@@ -102,6 +102,15 @@ py::dict recall(PeerNode& node, py::handle peer_argument, py::handle blocks, py:
   return py::dict("returned"_a = result.returned, "freed"_a = result.freed, "quarantined"_a = result.quarantined);
 }
 
+void lend(PeerNode& node, py::handle peer_argument, py::handle blocks, py::handle timeout) {
+  const std::string peer(text_from(peer_argument, "peer"));
+  std::vector<Address> addresses = addresses_from(blocks).copy();
+  const std::int64_t deadline = deadline_from(timeout, node.timeout_ns());
+  Service& service = service_of(node);
+  call_interruptibly(
+      [&](const GivenUp& given_up) { service.lend(peer, std::move(addresses), Waiting(deadline, given_up)); });
+}
+
 const char* name_of(PeerEvent::Kind kind) noexcept {
   switch (kind) {
     case PeerEvent::Kind::kJoined:
@@ -266,6 +275,7 @@ void bind_service(py::module_& module, PoolClass& pool) {
             self.pool().guard();
             self.pool().for_peers().set_lend_max(blocks);
           })
+      .def("_lend", &lend, py::arg("peer"), py::arg("addrs"), py::arg("timeout"))
       .def("_recall", &recall, py::arg("peer"), py::arg("blocks"), py::arg("count"), py::arg("timeout"))
       .def("_peers", &peers)
       .def("_transfer_totals", &transfer_totals)

@@ -119,6 +119,12 @@ Raises:
           "done", [](const TransferHandle& handle) { return handle.transfer->done(); },
           "Whether it has ended, with or without success. Does not wait.")
       .def(
+          "settled", [](const TransferHandle& handle) { return transfer_of(handle).settled(); },
+          R"(Whether it has ended and, of a fetch, nobody writes into its destinations any more. Does not wait.
+
+A fetch that has failed may settle later than it is done: where its owner can write here by itself and has not answered,
+the destinations are quarantined until it does, or is proved to be gone. Until then they must not be used.)")
+      .def(
           "cancel",
           [](const TransferHandle& handle) {
             const GilReleased released;

@@ -222,7 +222,11 @@ ATTENTION_BUGS: Final[tuple[Bug, ...]] = (
         "view-before-written",
         "views",
         "a peer attends to cached blocks that the creditor's GPU is still to fill",
-        in_cpp("views/peer_views.cpp", "    await_content(body, call);\n", "    static_cast<void>(call);\n"),
+        in_cpp(
+            "views/peer_views.cpp",
+            "    await_content(body, by_mapping_ && body.by_mapping, call);\n",
+            "    static_cast<void>(call);\n",
+        ),
         ("gpu_attend_pool_test.cpp",),
     ),
     Bug(

@@ -81,12 +81,14 @@ TEST_CASE("MIXED takes no HBM that an engine allocates itself") {
   CHECK(space.store(Medium::kHbm).free_count() == 3);
 }
 
-TEST_CASE("the audit finds an engine's block that is lent") {
+TEST_CASE("the audit finds an engine's block that is cached") {
   Blocks kept(3, 0, true);
   CacheBlocks& space = *kept;
   const Addresses blocks = take(space, 1, Medium::kHbm);
   space.audit();
-  space.give(blocks, {BlockState::kLent, 77, 0});
+  space.give(blocks, {BlockState::kLent, 77, 0});  // as the engine may
+  space.audit();
+  space.give(blocks, {BlockState::kHistorical, 0, 0});
   CHECK(code_of([&] { space.audit(); }) == ErrorCode::kAudit);
 }
 

@@ -210,9 +210,9 @@ class Inventor {
                                         FrameKind::kCall, FrameKind::kCall,   FrameKind::kCall,   FrameKind::kCall,
                                         FrameKind::kData, FrameKind::kData,   FrameKind::kData,   FrameKind::kCancel,
                                         FrameKind::kData, FrameKind::kAnswer, FrameKind::kRefused};
-  static constexpr std::array kVerbs = {&kLendVerb,    &kLendVerb,     &kReturnVerb,   &kReserveVerb,
-                                        &kReserveVerb, &kCompleteVerb, &kCompleteVerb, &kAbandonVerb,
-                                        &kFetchVerb,   &kMatchVerb,    &kUnmatchVerb,  &kMatchKeysVerb};
+  static constexpr std::array kVerbs = {&kLendVerb,     &kLendVerb,      &kReturnVerb,  &kReserveVerb, &kReserveVerb,
+                                        &kCompleteVerb, &kCompleteVerb,  &kAbandonVerb, &kFetchVerb,   &kMatchVerb,
+                                        &kUnmatchVerb,  &kMatchKeysVerb, &kOfferVerb};
 
   std::uint64_t id() { return dice_.one_in(50) ? dice_.any() : 1 + dice_.below(12); }
 
@@ -263,6 +263,14 @@ class Inventor {
         return write_body(LendBody{dice_.below(4), dice_.one_in(4) ? Medium::kDram : Medium::kHbm, dice_.one_in(2)});
       case kReturnVerb.number:
         return write_addresses(addresses(2));
+      case kOfferVerb.number: {  // the stranger's, or the link ends
+        const std::uint64_t first = dice_.below(7);
+        Addresses some = {make_address(kStranger, Medium::kHbm, 1, first),
+                          make_address(kStranger, Medium::kHbm, 1, first + 1)};
+        if (dice_.one_in(2)) some.pop_back();
+        if (dice_.one_in(60)) some.back() = address();
+        return write_addresses(some);
+      }
       case kReserveVerb.number: {
         ReserveBody body;
         body.blocks = dice_.below(3) + 1;

@@ -388,8 +388,8 @@ void CacheBlocks::audit() const {
     }
   }
   const BlockStore& hbm = store(Medium::kHbm);
-  if (engine_allocates_ && (hbm.count(BlockState::kHistorical) > 0 || hbm.count(BlockState::kLent) > 0)) {
-    fail("a block of the engine is cached or lent (L3)");
+  if (engine_allocates_ && hbm.count(BlockState::kHistorical) > 0) {
+    fail("a block of the engine is cached (L3)");
   }
   space_.audit();
 }

@@ -7,7 +7,8 @@
 //   L2  A block that a transfer reads is not reused before its last reader releases it. If it is freed meanwhile, it
 //       waits in state reserved, with kUnreadTag.
 //   L3  If the engine allocates, it owns an HBM block from adopt() to free(). The block is active then, or, while a
-//       fetch of the engine fills it, reserved or quarantined. It is never cached or lent; only the engine frees it.
+//       fetch of the engine fills it, reserved or quarantined, or lent by the engine. It is never cached; only the
+//       engine frees it.
 //
 // Tags of blocks: reserved or lent: its owner's incarnation; active: a stamp that finds duplicates in a list;
 // historical: set by the cache (a pointer, or kCacheTag).

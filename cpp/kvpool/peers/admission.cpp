@@ -99,8 +99,10 @@ std::shared_ptr<LinkHandler> Admission::admit(const std::shared_ptr<Link>& link,
   // Of the whole block, also where it is shared among ranks: tensor and pipeline parallelism may differ, nothing else.
   check_same_blocks(metadata, metadata.name, parts_.pool.layout(), parts_.options.name);
   const auto group = parts_.ranks->plan(metadata);
-  const bool writes_directly = group != nullptr || parts_.routes.exposure(metadata, link).any();
-  const auto session = std::make_shared<Session>(parts_.host, metadata, writes_directly, group != nullptr);
+  const Exposure exposure = parts_.routes.exposure(metadata, link);
+  const bool by_ranks = group != nullptr;
+  const auto session = std::make_shared<Session>(parts_.host, metadata, by_ranks || exposure.any(), by_ranks,
+                                                 by_ranks || exposure.beyond_files);
   session->start(link, group != nullptr ? group->routes() : parts_.routes.make(metadata, link));
   const auto handler = std::make_shared<LinkWatcher>(parts_, session, link, group);
 

@@ -34,6 +34,12 @@ MediaSet gpu_media_of(const MediumMap<std::shared_ptr<Arena>>& arenas) {
   return on_gpu;
 }
 
+MediaSet files_of(const MediumMap<std::shared_ptr<Arena>>& arenas) {
+  MediaSet in_file{};
+  for (const Medium medium : kMedia) in_file[medium] = arenas[medium]->memfd() >= 0;
+  return in_file;
+}
+
 // A prefix that is cached here, for as long as a transfer builds on it.
 class PrefixHold {
  public:
@@ -54,7 +60,8 @@ PeerBlocks::PeerBlocks(Pool& pool, ReceivedQueue& received)
       received_(received),
       arenas_(std::make_shared<const Arenas>(pool.arenas())),
       spans_(spans_of(*arenas_)),
-      on_gpu_(gpu_media_of(*arenas_)) {
+      on_gpu_(gpu_media_of(*arenas_)),
+      in_file_(files_of(*arenas_)) {
   const auto& context = (*arenas_)[on_gpu_[Medium::kHbm] ? Medium::kHbm : Medium::kDram]->context();
   if (context == nullptr) return;
   staging_ = std::make_shared<DeviceStaging>(context);
@@ -322,6 +329,10 @@ void PeerBlocks::expect_writes(std::span<const Address> addresses, Writer writer
 
 void PeerBlocks::end_writes(std::span<const Address> addresses) noexcept {
   pool_.for_peers().take_over(addresses.data(), addresses.size());
+}
+
+void PeerBlocks::lend_active(std::span<const Address> addresses, Writer writer) {
+  pool_.for_peers().lend_active(addresses.data(), addresses.size(), writer.incarnation);
 }
 
 }  // namespace kvpool

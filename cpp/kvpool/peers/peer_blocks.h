@@ -35,6 +35,7 @@ class PeerBlocks final : public BlockHost {
   void quarantine(std::span<const Address> addresses) noexcept override;
   Delivered deliver(Delivery&& delivery) override;
   void publish(std::unique_ptr<News> news) noexcept override;
+  bool in_file(Medium medium) const noexcept override { return in_file_[medium]; }
   const MediaSpans& spans() const noexcept override { return spans_; }
   std::uint32_t checksum(std::span<const Address> addresses) override;
   std::unique_ptr<StagingBuffer> staging_buffer(std::span<const Address> blocks, std::vector<iovec>& pieces,
@@ -48,6 +49,7 @@ class PeerBlocks final : public BlockHost {
   void release_reading(std::span<const Address> addresses) noexcept override;
   void expect_writes(std::span<const Address> addresses, Writer writer) override;
   void end_writes(std::span<const Address> addresses) noexcept override;
+  void lend_active(std::span<const Address> addresses, Writer writer) override;
 
   // Throws kClosed after let_go().
   std::shared_ptr<Arena> arena(Medium medium) const;
@@ -71,6 +73,7 @@ class PeerBlocks final : public BlockHost {
   std::shared_ptr<DeviceStaging> staging_;  // likewise; null without a GPU
   const MediaSpans spans_;                  // of the memory in arenas_
   const MediaSet on_gpu_;
+  const MediaSet in_file_;
   std::shared_ptr<const DeviceOrder> order_;  // under mutex_; null without a GPU
 };
 

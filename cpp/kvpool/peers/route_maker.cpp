@@ -122,7 +122,10 @@ Exposure RouteMaker::exposure(const PeerMetadata& peer, const std::shared_ptr<Li
   const PeerEnd end{peer, link, peer.host == host_id()};
   Exposure all;
   for (const Named& named : transports_) {
-    if (names(peer, named.name)) all.add(named.transport->exposure(end));
+    if (!names(peer, named.name)) continue;
+    Exposure one = named.transport->exposure(end);
+    one.beyond_files = one.any() && !named.transport->writes_files_only();
+    all.add(one);
   }
   return all;
 }
@@ -135,6 +138,10 @@ bool RouteMaker::fence(const Link& link) noexcept {
     if (grant != nullptr && !grant->fence()) fenced = false;
   }
   return fenced;
+}
+
+std::unique_ptr<Route> RouteMaker::reader(const std::shared_ptr<const MediaSpans>& from) {
+  return make_reader(from, memory(), copiers_.team());
 }
 
 std::vector<std::shared_ptr<Route>> RouteMaker::make(const PeerMetadata& peer,

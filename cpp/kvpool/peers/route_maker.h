@@ -54,6 +54,8 @@ class RouteMaker {
 
   // Every route that both sides support. Throws kUnsupported when no route is possible, kClosed.
   std::vector<std::shared_ptr<Route>> make(const PeerMetadata& peer, const std::shared_ptr<Link>& link) const;
+  // Copies from a peer's blocks that are mapped here into this pool's: see make_reader(). Throws kClosed.
+  std::unique_ptr<Route> reader(const std::shared_ptr<const MediaSpans>& from);
   // How the peer can write here by itself, with the access that it was given.
   Exposure exposure(const PeerMetadata& peer, const std::shared_ptr<Link>& link) const;
   // Ends writes that arrive through access that transports have granted to the peer of this link. May take seconds.

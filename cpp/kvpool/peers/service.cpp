@@ -201,26 +201,6 @@ std::vector<std::shared_ptr<Transfer>> Service::transfer_batch(std::vector<Trans
   return handles;
 }
 
-std::shared_ptr<Transfer> Service::fetch(FetchRequest&& request, const GivenUp& given_up) {
-  if (request.peer.empty()) request.peer = caller_->owner_of(request.from);
-  const std::shared_ptr<Session> session = caller_->reach(request.peer, request.deadline_ns, given_up);
-  const bool allocated = request.to.empty() && !request.from.empty();
-  if (allocated) {
-    request.to.resize(request.from.size());
-    if (!pool_.try_alloc(request.to.size(), request.medium, request.to.data())) {
-      if (!request.may_evict) pool_.throw_out_of_blocks(request.to.size(), request.medium);
-      pool_.alloc_evicting(request.to.size(), request.medium, request.to.data());
-    }
-  }
-  try {
-    return session->fetch(request, /*frees_on_failure=*/allocated);
-  } catch (...) {
-    // Unless the peer may write them already: then the session frees them.
-    if (allocated) static_cast<void>(failure_of([&] { pool_.free(request.to.data(), request.to.size()); }));
-    throw;
-  }
-}
-
 // --- threads ---
 
 // With a GPU goes the content of every block on it.

@@ -90,6 +90,8 @@ class Service final : private SessionHost {
   void free(const Address* addresses, std::size_t n, const Waiting& waiting,
             const std::function<void()>& free_own = {});
 
+  // Lends blocks that an engine allocates to a peer: see Session::lend(). A member of the cluster is connected first.
+  void lend(const std::string& peer, std::vector<Address> addresses, const Waiting& waiting);
   // Asks a peer to give back these blocks, or any `count` blocks, that are lent to it, and at the deadline takes those
   // that it has not given back. Throws kPeerLost, kNotOwner, kArgument, kBusy, kCancelled: see Session::recall().
   RecallResult recall(const std::string& peer, std::vector<Address> addresses, const Waiting& waiting);
@@ -103,7 +105,7 @@ class Service final : private SessionHost {
                                                         const GivenUp& given_up = {});
   // Reads blocks of a peer into active blocks of this pool: addresses() of the handle are `to`. If `to` is empty,
   // blocks are allocated as by alloc(), and freed if the fetch fails. If `peer` is empty, it is the owner of the
-  // addresses.
+  // addresses.  service_fetch.cpp
   std::shared_ptr<Transfer> fetch(FetchRequest&& request, const GivenUp& given_up = {});
   // Brings what a peer has cached of a prompt, and this pool has not, into the index: addresses() of the handle are
   // where the whole of it lies then. All of it, or nothing.
@@ -188,7 +190,8 @@ class Service final : private SessionHost {
   std::shared_ptr<PeerReads> make_reads(const PeerMetadata& peer, bool by_mapping) override;
   void tick_by(std::int64_t at_ns) override;
 
-  std::shared_ptr<Session> borrower(const std::string& peer) const;  // service_recall.cpp
+  std::shared_ptr<Session> borrower(const std::string& peer) const;                        // service_recall.cpp
+  std::unique_ptr<Route> reader_for(const Session& session, const FetchRequest& request);  // service_fetch.cpp
   void watch_device(WriteJob& job);
   void tick();
   struct LentGroup {  // of one peer, among the addresses of a call

@@ -1,4 +1,4 @@
-// Lent blocks that are recalled: by this side, and by a peer.
+// Blocks that are lent unasked; lent blocks that are recalled: by this side, and by a peer.
 #include <utility>
 
 #include "kvpool/base/failure.h"
@@ -11,6 +11,10 @@ std::shared_ptr<Session> Service::borrower(const std::string& peer) const {
   std::shared_ptr<Session> session = table_.find(peer);
   if (session == nullptr) throw Error(ErrorCode::kPeerLost, "there is no peer called '" + peer + "'");
   return session;
+}
+
+void Service::lend(const std::string& peer, std::vector<Address> addresses, const Waiting& waiting) {
+  caller_->reach(peer, waiting.until_ns, waiting.given_up)->lend(std::move(addresses), waiting);
 }
 
 RecallResult Service::recall(const std::string& peer, std::vector<Address> addresses, const Waiting& waiting) {

@@ -1,5 +1,9 @@
 #include "kvpool/pool/peer_claims.h"
 
+#include <string>
+
+#include "kvpool/base/error.h"
+
 namespace kvpool {
 
 bool PeerClaims::take(std::size_t n, MediumChoice medium, BlockState to, std::uint64_t incarnation, std::uint32_t mark,
@@ -73,6 +77,21 @@ void PeerClaims::reserve_active(const Address* addresses, std::size_t n, std::ui
   blocks_.check_active_and_distinct(addresses, n, /*skip_cached=*/false);
   blocks_.check_unread(addresses, n);
   blocks_.give({addresses, n}, {BlockState::kReserved, incarnation, mark});
+}
+
+void PeerClaims::lend_active(const Address* addresses, std::size_t n, std::uint64_t incarnation) {
+  guard_.check();
+  const SpaceLock lock = blocks_.lock();
+  blocks_.check_active_and_distinct(addresses, n, /*skip_cached=*/false);
+  blocks_.check_unread(addresses, n);
+  for (std::size_t i = 0; i < n; ++i) {
+    if (blocks_.engine_allocates() && medium_of(addresses[i]) == Medium::kHbm) continue;
+    throw Error(ErrorCode::kState,
+                "address " + std::to_string(addresses[i]) + " (position " + std::to_string(i) +
+                    ") is not of a block that an engine allocates: peers borrow others by alloc(n, instance=...)",
+                {{"address", static_cast<std::int64_t>(addresses[i])}, {"position", static_cast<std::int64_t>(i)}});
+  }
+  blocks_.give({addresses, n}, {BlockState::kLent, incarnation, 0});
 }
 
 IndexHit PeerClaims::match(std::string_view name_space, const Token* tokens, std::size_t n_tokens, Address* out) {

@@ -51,6 +51,9 @@ class PeerClaims {
   // The caller's active blocks become reserved for an owner, who is to write to them. Throws as Pool::free() does, and
   // kState when something still reads one of them.
   void reserve_active(const Address* addresses, std::size_t n, std::uint64_t incarnation, std::uint32_t mark);
+  // Blocks that an engine allocates and holds become lent to an owner, until release(). Throws kState for others, and
+  // as reserve_active().
+  void lend_active(const Address* addresses, std::size_t n, std::uint64_t incarnation);
   // As Pool::match(), but does not count in the statistics, and finds only blocks of this pool whose content is there.
   IndexHit match(std::string_view name_space, const Token* tokens, std::size_t n_tokens, Address* out);
 

@@ -54,13 +54,17 @@ void PoolAllocator::take_evicting(std::size_t n, MediumChoice medium, const Bloc
   hand_over(lock, owner, out, n);
 }
 
-// Whether `more` blocks may be lent in addition to those that are; of them `taken` are in that state already.
+// Whether `more` blocks may be lent in addition to those that are; of them `taken` are in that state already. What an
+// engine lends of the blocks that it allocates does not count: no peer takes it.
 // REQUIRES: the lock is held.
 void PoolAllocator::check_lent(const BlockOwner& owner, std::size_t taken, std::size_t more) const {
   const std::int64_t most = lend_max();
   if (owner.state != BlockState::kLent || most < 0) return;
   std::int64_t lent = -static_cast<std::int64_t>(taken);
-  for (const Medium medium : kMedia) lent += blocks_.store(medium).count(BlockState::kLent);
+  for (const Medium medium : kMedia) {
+    if (blocks_.engine_allocates() && medium == Medium::kHbm) continue;
+    lent += blocks_.store(medium).count(BlockState::kLent);
+  }
   const auto wanted = static_cast<std::int64_t>(more);
   if (lent + wanted <= most) return;
   throw Error(ErrorCode::kBusy,

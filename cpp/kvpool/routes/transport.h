@@ -75,6 +75,8 @@ class Transport {
   virtual void connect(const LocalMemory& memory, const PeerEnd& peer, Grant* grant, Routes& routes) = 0;
   // How the peer can write here by itself, also after let_go(). REQUIRES: as connect().
   virtual Exposure exposure(const PeerEnd& /*peer*/) const { return {}; }
+  // Whether what the peer can write by this transport is the files of its offer alone: not what the pool has adopted.
+  virtual bool writes_files_only() const noexcept { return false; }
   // The pool is closed: releases the pool's memory. No later offer() or connect() follows, but calls may be under way.
   virtual void let_go() noexcept {}
 };

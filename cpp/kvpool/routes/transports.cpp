@@ -2,10 +2,12 @@
 
 #include <algorithm>
 #include <array>
+#include <utility>
 
 #include "kvpool/base/error.h"
 #include "kvpool/routes/cuda_ipc/cuda_ipc_transport.h"
 #include "kvpool/routes/host/host_transports.h"
+#include "kvpool/routes/host/memory_route.h"
 #include "kvpool/routes/nccl/nccl_transport.h"
 #include "kvpool/routes/sock/sock_transport.h"
 #include "kvpool/routes/ucx/ucx_transport.h"
@@ -24,6 +26,13 @@ constexpr std::array kTransports = {
 }  // namespace
 
 std::span<const TransportKind> all_transports() noexcept { return kTransports; }
+
+std::unique_ptr<Route> make_reader(std::shared_ptr<const MediaSpans> from, const LocalMemory& to, CopyTeam& team) {
+  using Both = std::pair<std::shared_ptr<void>, std::shared_ptr<const MediaSpans>>;
+  MediaSpans spans = *from;
+  return make_loopback_route(std::move(spans), to.host_spans(), std::make_shared<Both>(to.keepalive(), std::move(from)),
+                             team);
+}
 
 std::vector<TransportKind> transports_named(std::span<const TransportKind> kinds,
                                             const std::vector<std::string>& names) {

@@ -1,6 +1,7 @@
 // The list of all transports.
 #pragma once
 
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -16,5 +17,9 @@ std::span<const TransportKind> all_transports() noexcept;
 // that is not in `kinds`.
 std::vector<TransportKind> transports_named(std::span<const TransportKind> kinds,
                                             const std::vector<std::string>& names);
+
+// Copies from a peer's blocks that are mapped here into this pool's: a route the other way round, whose local blocks
+// are the peer's. The team outlives it.
+std::unique_ptr<Route> make_reader(std::shared_ptr<const MediaSpans> from, const LocalMemory& to, CopyTeam& team);
 
 }  // namespace kvpool

@@ -132,6 +132,9 @@ class BlockHost {
   // application that wakes may take the processor from the answering thread.
   virtual void publish(std::unique_ptr<News> news) noexcept = 0;
 
+  // Whether a file contains the blocks of this medium, which peers on this host can map.
+  virtual bool in_file(Medium /*medium*/) const noexcept { return true; }
+
   // Where the blocks lie in this process. Valid as long as any session.
   virtual const MediaSpans& spans() const noexcept = 0;
   // CRC-32C of the contents of these blocks, in order. Throws when a GPU cannot be read.
@@ -171,6 +174,10 @@ class BlockHost {
   // again. Throws as free() does, and changes nothing then.
   virtual void expect_writes(std::span<const Address> addresses, Writer writer) = 0;
   virtual void end_writes(std::span<const Address> addresses) noexcept = 0;
+
+  // Lends blocks that an engine allocates and holds to a peer. They are active again after release(). Throws kState for
+  // other blocks, and as free() does; then nothing has changed.
+  virtual void lend_active(std::span<const Address> addresses, Writer writer);
 };
 
 }  // namespace kvpool

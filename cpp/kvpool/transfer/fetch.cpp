@@ -54,6 +54,10 @@ Fetch::Fetch(std::shared_ptr<Session> session, std::uint64_t id, const FetchRequ
   if (taker_ == nullptr) {
     session_->host().blocks().expect_writes(to_, {session_->peer().incarnation, mark_of(id_)});
   }
+  placed_here_ = !session_->peer_writes_directly(to_) && std::ranges::none_of(to_, [&](Address address) {
+    return session_->host().blocks().in_file(medium_of(address));
+  });
+  room_.mapped().placed_here = placed_here_;
   expecting_ = true;
 }
 
@@ -100,15 +104,17 @@ void Fetch::on_answer(Message&& message) {
 void Fetch::on_lost(const Error& why) {
   Lock lock(mutex_);
   if (phase_ == Phase::kDone) return;
-  end(lock, why, session_->peer_writes_directly() || !session_->link_ended());
+  end(lock, why, (session_->peer_writes_directly() && !placed_here_) || !session_->link_ended());
 }
 
+// What this process alone places is dropped from now on, so the destinations are free behind the frame that is being
+// placed in them.
 std::int64_t Fetch::on_tick(std::int64_t now_ns) {
   Lock lock(mutex_);
   if (phase_ == Phase::kDone) return kNever;
   if (now_ns < deadline_ns_) return deadline_ns_;
   end(lock, Error(ErrorCode::kDeadline, "the fetch from " + session_->peer().name + " was not done by its deadline"),
-      /*may_still_write=*/true);
+      /*may_still_write=*/!placed_here_);
   tell_cancelled();
   return kNever;
 }
@@ -121,7 +127,9 @@ void Fetch::end(Lock& lock, std::optional<Error> error, bool may_still_write) {
   Receiver& receiver = session_->receiver();
   const std::shared_ptr<HeldBlocks> held = held_;
   const bool placing = !may_still_write && !receiver.end_fetch(to_, [&] { give_back(error, held.get()); });
-  if (placing) {  // a pass that was announced behind the owner's word that it writes no more
+  // A pass that was announced behind the owner's word that it writes no more.
+  const bool given_up = error && (error->code() == ErrorCode::kDeadline || error->code() == ErrorCode::kCancelled);
+  if (placing && !given_up) {
     error = Error(ErrorCode::kProtocol, session_->peer().name + " writes for a fetch that it has said is over");
   }
   phase_ = Phase::kDone;
@@ -129,6 +137,7 @@ void Fetch::end(Lock& lock, std::optional<Error> error, bool may_still_write) {
   total_us_ = elapsed_us();
   const std::shared_ptr<WaitWord> word = std::move(word_);
   const std::shared_ptr<FetchTaker> taker = std::move(taker_);
+  const OnEnd on_end = std::exchange(on_end_, nullptr);
   // Under the lock: the answer may come at any time, and finds either the fetch or the quarantine.
   if (may_still_write || placing) {
     if (held != nullptr) held->take_over();
@@ -142,6 +151,7 @@ void Fetch::end(Lock& lock, std::optional<Error> error, bool may_still_write) {
   finish_waiting(TransferKind::kFetch, bytes, error);
   if (word != nullptr) word->set();
   if (taker != nullptr) taker->on_fetched(error);
+  if (on_end) on_end(error);
 }
 
 // Streams may still use the destinations of a fetch that has failed.
@@ -169,15 +179,22 @@ TransferStats Fetch::stats() const {
   return stats;
 }
 
+bool Fetch::settled() const noexcept { return done() && !session_->receiver().is_quarantined(id_); }
+
 std::uint64_t Fetch::bytes_total() const noexcept {
   return from_.size() * session_->host().blocks().layout().block_bytes();
 }
 
+// Where only this process writes, as on_tick(): it waits for no peer.
 bool Fetch::cancel() {
   {
-    const Lock lock(mutex_);
+    Lock lock(mutex_);
     if (phase_ != Phase::kAsked) return phase_ == Phase::kCancelling;
-    phase_ = Phase::kCancelling;
+    if (placed_here_) {
+      end(lock, Error(ErrorCode::kCancelled, "the fetch from " + session_->peer().name + " was cancelled"), false);
+    } else {
+      phase_ = Phase::kCancelling;
+    }
   }
   tell_cancelled();
   return true;

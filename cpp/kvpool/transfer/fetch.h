@@ -12,8 +12,10 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "kvpool/cuda/wait_word.h"
@@ -40,6 +42,9 @@ class Fetch final : public AwaitedTransfer {
   Fetch(std::shared_ptr<Session> session, std::uint64_t id, const FetchRequest& request, bool frees_on_failure,
         std::shared_ptr<FetchTaker> taker = nullptr);
   ~Fetch() override;
+  // Called once when it has ended, without locks. Before start().
+  using OnEnd = std::function<void(const std::optional<Error>& error)>;
+  void when_done(OnEnd on_end) noexcept { on_end_ = std::move(on_end); }
   void start();
 
   const std::vector<Address>& addresses() const override { return to_; }
@@ -47,6 +52,7 @@ class Fetch final : public AwaitedTransfer {
   std::uint64_t bytes_done() const noexcept override { return done() && !completion_.error() ? bytes_total() : 0; }
   std::uint64_t bytes_total() const noexcept override;
   bool cancel() override;
+  bool settled() const noexcept override;
   void wait_on(const std::shared_ptr<const CudaContext>& context, CuStream stream) override;
   void send_layer(std::uint32_t layer, std::shared_ptr<const DeviceOrder> after) override;
   void finish() override;
@@ -68,7 +74,9 @@ class Fetch final : public AwaitedTransfer {
   const std::vector<Address> to_;
   const Priority priority_;
   const bool frees_on_failure_;
+  bool placed_here_ = false;           // the owner cannot write to the destinations by itself, and they are in no file
   std::shared_ptr<FetchTaker> taker_;  // until the end
+  OnEnd on_end_;                       // likewise
   Phase phase_ = Phase::kAsked;
   bool expecting_ = false;
   Receiver::QuarantineRoom room_;  // for the destinations

@@ -32,6 +32,9 @@ class Transfer {
   // Asks it to end with kCancelled. False when it is too late: the receiver was told that all is written, or it has
   // failed. The handle is done when both sides know.
   virtual bool cancel() = 0;
+  // Whether it has ended and, of a fetch, nobody writes into its destinations any more. A fetch that has failed may
+  // settle later than it is done: E1.
+  virtual bool settled() const noexcept { return done(); }
   // For a fetch: makes the stream, one of this context, wait for the end of the fetch before it runs later work; done()
   // is true then. Does not block. If the fetch fails after this call, its destinations become free only after this
   // handle is destroyed. After the end it only throws the error of a failed fetch. Throws kState when it is no fetch or

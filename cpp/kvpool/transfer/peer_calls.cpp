@@ -233,9 +233,10 @@ Message PeerCalls::call(const Verb& verb, std::uint64_t id, Bytes request, const
   return answer;
 }
 
-void PeerCalls::begin(const Verb& verb, std::uint64_t id, Bytes request, std::int64_t until_ns, Done done) {
+void PeerCalls::begin(const Verb& verb, std::uint64_t id, Bytes request, std::int64_t until_ns, Done done,
+                      bool always) {
   const auto begun = std::make_shared<Begun>(*this, verb, id, until_ns, std::move(done));
-  expect(id, begun);
+  expect(id, begun, always);
   try {
     host_.tick_by(until_ns);
     send(verb, id, std::move(request), until_ns);
@@ -245,11 +246,11 @@ void PeerCalls::begin(const Verb& verb, std::uint64_t id, Bytes request, std::in
   }
 }
 
-void PeerCalls::expect(std::uint64_t id, std::shared_ptr<PendingAnswer> pending) {
+void PeerCalls::expect(std::uint64_t id, std::shared_ptr<PendingAnswer> pending, bool always) {
   {
     const std::lock_guard lock(mutex_);
     if (!ended_.load()) {
-      if (pending_.size() >= host_.limits().transfers_max) {
+      if (pending_.size() >= host_.limits().transfers_max && !always) {
         throw Error(ErrorCode::kBusy, std::to_string(pending_.size()) + " requests to peer " + peer_ + " are under way",
                     {{"limit", host_.limits().transfers_max}, {"retry_after_us", kRetryAfterUs}});
       }

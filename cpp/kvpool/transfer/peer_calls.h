@@ -74,9 +74,10 @@ class PeerCalls final : public std::enable_shared_from_this<PeerCalls> {
   Message call(const Verb& verb, std::uint64_t id, Bytes request, const Waiting& waiting,
                const std::function<void()>& on_sent = {});
   // The same without waiting. If this throws, `done` is not called. The host's tick() ends the call at `until_ns`.
-  void begin(const Verb& verb, std::uint64_t id, Bytes request, std::int64_t until_ns, Done done);
+  // `always`: however many calls are under way.
+  void begin(const Verb& verb, std::uint64_t id, Bytes request, std::int64_t until_ns, Done done, bool always = false);
   // Passes answers with this id to `pending`. Throws kPeerLost, kBusy.
-  void expect(std::uint64_t id, std::shared_ptr<PendingAnswer> pending);
+  void expect(std::uint64_t id, std::shared_ptr<PendingAnswer> pending, bool always = false);
   void forget(std::uint64_t id) noexcept;
   // Sends the request. `until_ns`: the deadline for the peer; INT64_MAX: none.
   void send(const Verb& verb, std::uint64_t id, Bytes request, std::int64_t until_ns);

@@ -226,6 +226,8 @@ std::int64_t PromptFetch::on_tick(std::int64_t now_ns) {
   return kNever;
 }
 
+bool PromptFetch::settled() const noexcept { return done() && !session_->receiver().is_quarantined(fetch_id_); }
+
 bool PromptFetch::cancel() {
   if (fail(Error(ErrorCode::kCancelled, "the fetch from " + session_->peer().name + " was cancelled"))) return true;
   std::shared_ptr<Fetch> begun;

@@ -30,6 +30,7 @@ class PromptFetch final : public AwaitedTransfer, public FetchTaker {
   std::uint64_t bytes_done() const noexcept override;
   std::uint64_t bytes_total() const noexcept override;
   bool cancel() override;
+  bool settled() const noexcept override;
   void wait_on(const std::shared_ptr<const CudaContext>& context, CuStream stream) override;
   void send_layer(std::uint32_t /*layer*/, std::shared_ptr<const DeviceOrder> /*after*/) override {
     throw_not_streamed();

@@ -29,8 +29,12 @@ Receiver::~Receiver() {
   }
 }
 
-Receiver::Receiver(SessionHost& host, const PeerMetadata& peer, bool writes_directly)
-    : host_(host), peer_(peer.name), incarnation_(peer.incarnation), writes_directly_(writes_directly) {}
+Receiver::Receiver(SessionHost& host, const PeerMetadata& peer, bool writes_directly, bool beyond_files)
+    : host_(host),
+      peer_(peer.name),
+      incarnation_(peer.incarnation),
+      writes_directly_(writes_directly),
+      beyond_files_(beyond_files) {}
 
 // The caller waits for the answer, perhaps with blocks that only the answer frees.
 void Receiver::answer(ServedCall& call, std::span<const Address> addresses) {
@@ -241,7 +245,10 @@ void Receiver::on_lost() {
   }
   arrived_.clear();
   release_lent(/*quarantine=*/!safe);
-  if (safe) release_all_quarantined();
+  for (auto entry = quarantined_.begin(); entry != quarantined_.end();) {
+    const auto current = entry++;
+    if (safe || current->second.placed_here) release_quarantined(current);
+  }
 }
 
 // Of each what nobody works on. REQUIRES: mutex_ is held.
@@ -250,7 +257,7 @@ void Receiver::release_lent(bool quarantine) noexcept {
     const auto current = entry++;
     if (current->second != Lent::kHeld) continue;
     const std::span<const Address> address(&current->first, 1);
-    if (quarantine) {
+    if (quarantine && writes_directly(current->first)) {
       host_.blocks().quarantine(address);
     } else {
       host_.blocks().release(address);
@@ -276,10 +283,15 @@ Receiver::QuarantineRoom Receiver::quarantine_room(std::uint64_t id, std::vector
 void Receiver::quarantine(QuarantineRoom&& room) noexcept {
   const std::lock_guard lock(mutex_);
   host_.blocks().quarantine(room.mapped().addresses);
-  const bool quiet = drained_ || (lost_ && !writes_directly_);
+  const bool quiet = drained_ || (lost_ && (!writes_directly_ || room.mapped().placed_here));
   room.mapped().being_placed = quiet && placements_.is_placed_now(room.mapped().addresses);
   if (quiet && !room.mapped().being_placed) return give_back(room.mapped());
   quarantined_.insert(std::move(room));
+}
+
+bool Receiver::is_quarantined(std::uint64_t id) const {
+  const std::lock_guard lock(mutex_);
+  return quarantined_.contains(id);
 }
 
 ReceiverCounts Receiver::counts() const {

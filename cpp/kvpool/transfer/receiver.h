@@ -70,8 +70,9 @@ struct ArrivedContent {
 
 class Receiver : public std::enable_shared_from_this<Receiver> {
  public:
-  // `writes_directly`: the peer has access to write without this process's help.
-  Receiver(SessionHost& host, const PeerMetadata& peer, bool writes_directly);
+  // `writes_directly`: the peer has access to write without this process's help; `beyond_files`: also where no file
+  // contains the blocks.
+  Receiver(SessionHost& host, const PeerMetadata& peer, bool writes_directly, bool beyond_files = true);
   ~Receiver();
   Receiver(const Receiver&) = delete;
   Receiver& operator=(const Receiver&) = delete;
@@ -108,6 +109,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
     std::vector<Address> addresses;
     std::shared_ptr<HeldBlocks> held = {};  // its last reference gives them back; null: the receiver does
     bool being_placed = false;              // only this process still writes them; given back after that
+    bool placed_here = false;               // the peer has no access to write them by itself
   };
   using QuarantineRoom = std::map<std::uint64_t, Quarantined>::node_type;
 
@@ -117,13 +119,19 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
   // At most `most` of the blocks that are lent to the peer.
   std::vector<Address> some_lent(std::size_t most) const;
   // Before a recall with this number is sent, and when it ends without end_recall(). The first throws std::bad_alloc.
-  void expect_recall(std::uint64_t id);
+  // Until the peer has answered, also after the deadline, these blocks are not lent to it again: nothing would tell a
+  // return of the earlier loan, or the end of the recall, from one of the later.
+  void expect_recall(std::uint64_t id, std::span<const Address> addresses);
   void forget_recall(std::uint64_t id) noexcept;
   // Takes back those of these blocks that are still lent, which are left in `addresses`. `writer_ended`: the peer has
   // said that it no longer writes any of them. `room`: of the recall, with room for all addresses.
   RecallResult end_recall(QuarantineRoom&& room, std::vector<Address>& addresses, bool writer_ended) noexcept;
   // The peer says so after the deadline.
   void on_recall_over(std::uint64_t id);
+  // The peer was never told that these blocks are lent to it. `room`: as for end_recall(), of any number.
+  void withdraw_lent(QuarantineRoom&& room, std::vector<Address>& addresses) noexcept {
+    static_cast<void>(end_recall(std::move(room), addresses, /*writer_ended=*/true));
+  }
   // Gives the destinations of a fetch back, by `give_back`, unless content is being placed in one of them: then it
   // returns false. None is admitted to them meanwhile.
   template <class GiveBack>
@@ -135,6 +143,13 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
   }
   static QuarantineRoom quarantine_room(std::uint64_t id, std::vector<Address> addresses);
   void quarantine(QuarantineRoom&& room) noexcept;
+
+  // Whether the destinations of this fetch are in quarantine.
+  bool is_quarantined(std::uint64_t id) const;
+
+  // Lends blocks of an engine to the peer: lent_. Throws kBusy, kPeerLost, std::bad_alloc, and as
+  // BlockHost::lend_active(); nothing has changed then.
+  void lend_active(std::span<const Address> addresses);
 
   ReceiverCounts counts() const;
 
@@ -169,6 +184,11 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
     kLeaving,   // is being inserted or given back
     kRecalled,  // the same, but if that fails the block is no longer lent
   };
+  struct Recall {
+    std::vector<Address> addresses;
+    bool is_over = false;   // here
+    bool answered = false;  // by the peer, after the deadline
+  };
   static void answer(ServedCall& call, std::span<const Address> addresses);
   void check_id(std::uint64_t id) const;
   void check_quota(std::size_t blocks) const;
@@ -176,6 +196,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
   void finish_lend(ServedCall& call, std::size_t blocks, std::optional<std::vector<Address>> lent,
                    std::optional<Error> error);
   void add_lent(std::span<const Address> addresses);
+  void check_not_recalled(std::span<const Address> addresses) const;
   void mark_leaving(std::span<const Address> addresses);
   std::size_t mark_returned(std::span<const Address> addresses, std::span<Address> held);
   void mark_held(std::span<const Address> addresses) noexcept;
@@ -200,11 +221,15 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
   // Removes the entry and gives its blocks back, or leaves that to the thread that works on it.
   void end(IncomingMap::iterator entry, bool writers_gone);
   void release_lent(bool quarantine) noexcept;
+  bool writes_directly(Address address) const noexcept {
+    return writes_directly_ && (beyond_files_ || host_.blocks().in_file(medium_of(address)));
+  }
 
   SessionHost& host_;
   const std::string peer_;
   const std::uint64_t incarnation_;
   const bool writes_directly_;
+  const bool beyond_files_;
   const std::shared_ptr<RequestBytes> request_bytes_ = std::make_shared<RequestBytes>();
 
   std::unique_ptr<StagingBuffer> staging_buffer_;  // of the frame that is being placed; only the link's reader uses it
@@ -216,7 +241,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
   // By transfer without a reservation whose content was placed in lent blocks, or dropped; until it completes.
   ArrivedMap arrived_;
   Placements placements_;                  // with the blocks of those that were lent, or that a fetch names
-  std::map<std::uint64_t, bool> recalls_;  // that have not ended here; whether the peer has said, late, that it is over
+  std::map<std::uint64_t, Recall> recalls_;  // until they have ended here and the peer has answered
   std::unordered_map<Address, Lent> lent_;  // quarantined from the loss of the link until the writer is gone
   Quarantine quarantined_;
   // Blocks in reservations, lent or quarantined for the peer, and of requests that are being answered.

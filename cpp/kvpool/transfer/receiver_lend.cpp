@@ -47,6 +47,21 @@ void Receiver::finish_lend(ServedCall& call, std::size_t blocks, std::optional<s
   call.refuse(*error);
 }
 
+void Receiver::lend_active(std::span<const Address> addresses) {
+  const std::lock_guard lock(mutex_);
+  if (lost_) throw Error(ErrorCode::kPeerLost, "peer " + peer_ + " has gone");
+  check_quota(addresses.size());
+  check_not_recalled(addresses);
+  host_.blocks().lend_active(addresses, {incarnation_, 0});
+  try {
+    add_lent(addresses);
+  } catch (...) {
+    host_.blocks().release(addresses);
+    throw;
+  }
+  promised_ += static_cast<std::uint32_t>(addresses.size());
+}
+
 // All, or none and std::bad_alloc. REQUIRES: mutex_ is held.
 void Receiver::add_lent(std::span<const Address> addresses) {
   std::size_t added = 0;

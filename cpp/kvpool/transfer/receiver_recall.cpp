@@ -12,6 +12,11 @@
 #include "kvpool/transfer/transfer_id.h"
 
 namespace kvpool {
+namespace {
+
+constexpr std::int64_t kRetryAfterUs = 10'000;
+
+}  // namespace
 
 void Receiver::check_lent(std::span<const Address> addresses) const {
   std::unordered_set<Address> seen;
@@ -38,9 +43,24 @@ std::vector<Address> Receiver::some_lent(std::size_t most) const {
   return some;
 }
 
-void Receiver::expect_recall(std::uint64_t id) {
+void Receiver::expect_recall(std::uint64_t id, std::span<const Address> addresses) {
+  Recall recall;
+  recall.addresses.assign(addresses.begin(), addresses.end());
   const std::lock_guard lock(mutex_);
-  recalls_.emplace(id, false);
+  recalls_.emplace(id, std::move(recall));
+}
+
+// REQUIRES: mutex_ is held.
+void Receiver::check_not_recalled(std::span<const Address> addresses) const {
+  if (recalls_.empty()) return;
+  const std::unordered_set<Address> lent(addresses.begin(), addresses.end());
+  for (const auto& [id, recall] : recalls_) {
+    const auto found = std::ranges::find_if(recall.addresses, [&](Address address) { return lent.contains(address); });
+    if (found == recall.addresses.end()) continue;
+    throw Error(ErrorCode::kBusy,
+                "peer " + peer_ + " has not answered yet that it has let go of address " + std::to_string(*found),
+                {{"address", static_cast<std::int64_t>(*found)}, {"retry_after_us", kRetryAfterUs}});
+  }
 }
 
 void Receiver::forget_recall(std::uint64_t id) noexcept {
@@ -53,8 +73,9 @@ RecallResult Receiver::end_recall(QuarantineRoom&& room, std::vector<Address>& a
   std::vector<Address>& taken = room.mapped().addresses;
   const std::lock_guard lock(mutex_);
   if (const auto recall = recalls_.find(room.key() & ~kRecallBit); recall != recalls_.end()) {
-    writer_ended = writer_ended || recall->second;
-    recalls_.erase(recall);
+    writer_ended = writer_ended || recall->second.answered;
+    recall->second.is_over = true;
+    if (writer_ended) recalls_.erase(recall);
   }
   std::size_t kept = 0;
   for (std::size_t i = 0; i < addresses.size() && !lost_; ++i) {
@@ -72,7 +93,8 @@ RecallResult Receiver::end_recall(QuarantineRoom&& room, std::vector<Address>& a
   addresses.resize(kept);
   if (taken.empty()) return result;  // also when the link has ended: what was lent is free, or in quarantine
   const auto count = static_cast<std::uint32_t>(taken.size());
-  const bool quiet = writer_ended || drained_ || !writes_directly_;
+  const bool quiet = writer_ended || drained_ ||
+                     std::ranges::none_of(taken, [&](Address address) { return writes_directly(address); });
   room.mapped().being_placed = quiet && placements_.is_placed_now(taken);
   if (quiet && !room.mapped().being_placed) {
     host_.blocks().release(taken);
@@ -89,7 +111,10 @@ RecallResult Receiver::end_recall(QuarantineRoom&& room, std::vector<Address>& a
 // Between the deadline and end_recall(), another thread may bring the answer: then that frees the blocks.
 void Receiver::on_recall_over(std::uint64_t id) {
   const std::lock_guard lock(mutex_);
-  if (const auto recall = recalls_.find(id); recall != recalls_.end()) recall->second = true;
+  if (const auto recall = recalls_.find(id); recall != recalls_.end()) {
+    recall->second.answered = true;
+    if (recall->second.is_over) recalls_.erase(recall);
+  }
   release_quarantined(id | kRecallBit);
 }
 

@@ -21,17 +21,20 @@ MediumMap<std::uint32_t> blocks_of(const PeerMetadata& peer) {
 
 }  // namespace
 
-Session::Session(SessionHost& host, const PeerMetadata& peer, bool peer_writes_directly, bool by_ranks)
+Session::Session(SessionHost& host, const PeerMetadata& peer, bool peer_writes_directly, bool by_ranks,
+                 bool beyond_files)
     : host_(host),
       peer_(peer),
       peer_writes_directly_(peer_writes_directly),
       by_ranks_(by_ranks),
+      beyond_files_(beyond_files),
       borrowed_(peer.name, peer.instance, blocks_of(peer)) {}
 
 void Session::start(std::shared_ptr<Link> link, std::vector<std::shared_ptr<Route>> routes) {
   if (calls_ == nullptr) {
     calls_ = std::make_shared<PeerCalls>(host_, peer_.name, link, weak_from_this());
-    receiver_ = std::make_shared<Receiver>(host_, peer_, peer_writes_directly_);  // may live longer than the link
+    receiver_ = std::make_shared<Receiver>(host_, peer_, peer_writes_directly_,
+                                           beyond_files_);  // may live longer than the link
     matches_ = std::make_unique<HeldMatches>(host_);
     serve_verbs();
     reads_ = host_.make_reads(peer_, peer_writes_directly_);
@@ -68,6 +71,11 @@ void Session::let_go() noexcept {
   std::shared_ptr<Link> ended;  // destroyed without the lock
   const std::lock_guard lock(mutex_);
   if (link_ended() && writes_under_way() == 0) ended.swap(link_);
+}
+
+bool Session::peer_writes_directly(std::span<const Address> blocks) const noexcept {
+  if (!peer_writes_directly_ || beyond_files_) return peer_writes_directly_;
+  return std::ranges::any_of(blocks, [&](Address address) { return host_.blocks().in_file(medium_of(address)); });
 }
 
 std::uint32_t Session::under_way() const { return calls_->pending() + pushes_.load(); }
@@ -236,6 +244,8 @@ void Session::serve_verbs() {
   serve(kCompleteVerb, read_complete,
         [=](const CallPointer& call, CompleteBody&& body) { receiver->on_complete(call, std::move(body)); });
   serve(kFetchVerb, read_fetch, [this](const CallPointer& call, FetchBody&& body) { on_fetch(call, std::move(body)); });
+  serve(kOfferVerb, read_addresses,
+        [this](const CallPointer& call, const std::vector<Address>& addresses) { on_offer(call, addresses); });
   serve(kRecallVerb, read_addresses,
         [this](const CallPointer& call, const std::vector<Address>& addresses) { on_recall(call, addresses); });
   calls_->serve(kMatchVerb, PeerCalls::Runs::kHere,

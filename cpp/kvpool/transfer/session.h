@@ -47,8 +47,10 @@ class Session final : public LinkHandler, public DepartingPeer, public std::enab
  public:
   // `peer_writes_directly`: the peer was given what it needs to write into this pool's memory by itself. `by_ranks`:
   // the peer's ranks write into the ranks of this instance. Then only on_writer_gone() proves that their writes have
-  // ended: a scheduler that says goodbye may have lost a rank in the middle of a write.
-  Session(SessionHost& host, const PeerMetadata& peer, bool peer_writes_directly, bool by_ranks = false);
+  // ended: a scheduler that says goodbye may have lost a rank in the middle of a write. `beyond_files`: the peer may
+  // write also where peers cannot map this pool's memory.
+  Session(SessionHost& host, const PeerMetadata& peer, bool peer_writes_directly, bool by_ranks = false,
+          bool beyond_files = true);
   // REQUIRES: no message has arrived yet. Each transfer takes the cheapest of `routes`.
   void start(std::shared_ptr<Link> link, std::vector<std::shared_ptr<Route>> routes);
 
@@ -64,11 +66,16 @@ class Session final : public LinkHandler, public DepartingPeer, public std::enab
   // kNotOwner, kArgument, kBusy: nothing has happened; kPeerLost: the blocks are treated as lent to a lost peer;
   // kCancelled: the caller has given up, and the recall goes on.
   RecallResult recall(std::vector<Address> addresses, const Waiting& waiting);
+  // Lends these blocks of an engine to the peer, which has accepted them when this returns. When it throws, they are no
+  // longer lent, or soon will not be: kState, kStaleAddress, kArgument, kNotOwner; kBusy, kPeerLost, kDeadline,
+  // kCancelled, and what the peer refuses them with.
+  void lend(std::vector<Address> addresses, const Waiting& waiting);
   // Recalls any `count` blocks, or all if fewer are lent.
   RecallResult recall_some(std::size_t count, const Waiting& waiting);
   // Recalls blocks that were lent a moment ago, without waiting. `done` is called as a call's is.
   using RecallDone = std::function<void(const RecallResult* result, const Error* error)>;
-  void begin_recall(std::vector<Address> addresses, std::int64_t until_ns, RecallDone done);
+  // `always`: also beyond the limit of calls under way.
+  void begin_recall(std::vector<Address> addresses, std::int64_t until_ns, RecallDone done, bool always = false);
   std::shared_ptr<Transfer> transfer(TransferRequest&& request);
   // Checks everything and holds the blocks, but does not begin.
   std::shared_ptr<Outgoing> prepare(TransferRequest&& request);
@@ -86,6 +93,8 @@ class Session final : public LinkHandler, public DepartingPeer, public std::enab
   // Whether the peer has said anything. A side that was called does not know before that it has been admitted.
   bool heard() const noexcept { return heard_.load(std::memory_order_relaxed); }
   bool peer_writes_directly() const noexcept { return peer_writes_directly_; }
+  // The same, to these blocks of this pool.
+  bool peer_writes_directly(std::span<const Address> blocks) const noexcept;
   bool by_ranks() const noexcept { return by_ranks_; }
   std::vector<std::string> route_names() const;
   // What each route is estimated to cost, of the routes that have a cost model.
@@ -197,6 +206,7 @@ class Session final : public LinkHandler, public DepartingPeer, public std::enab
   struct Recalled;
   RecallResult wait_for_recall(std::vector<Address> addresses, const Waiting& waiting);
   void serve_verbs();
+  void on_offer(const CallPointer& call, const std::vector<Address>& addresses);   // session_borrow.cpp
   void on_recall(const CallPointer& call, const std::vector<Address>& addresses);  // session_recall.cpp
   void end_recall(const std::shared_ptr<Recalled>& recalled) noexcept;
   std::int64_t tick_recalls(std::int64_t now_ns) noexcept;
@@ -216,6 +226,7 @@ class Session final : public LinkHandler, public DepartingPeer, public std::enab
   const PeerMetadata peer_;
   const bool peer_writes_directly_;
   const bool by_ranks_;
+  const bool beyond_files_;
   BorrowedBlocks borrowed_;
   std::shared_ptr<PeerCalls> calls_;
   std::shared_ptr<Receiver> receiver_;

@@ -8,6 +8,10 @@
 
 namespace kvpool {
 
+void BlockHost::lend_active(std::span<const Address> /*addresses*/, Writer /*writer*/) {
+  throw Error(ErrorCode::kState, "no engine allocates these blocks");
+}
+
 void carry_out(WriteJob& job) {
   WriteOutcome outcome;
   const auto failure = failure_of([&] {

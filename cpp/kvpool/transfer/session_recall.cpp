@@ -88,7 +88,7 @@ RecallResult Session::wait_for_recall(std::vector<Address> addresses, const Wait
 }
 
 // Blocks that are not lent any more when it is over have been given back.
-void Session::begin_recall(std::vector<Address> addresses, std::int64_t until_ns, RecallDone done) {
+void Session::begin_recall(std::vector<Address> addresses, std::int64_t until_ns, RecallDone done, bool always) {
   struct Asked {
     std::vector<Address> addresses;
     Receiver::QuarantineRoom room;
@@ -101,7 +101,7 @@ void Session::begin_recall(std::vector<Address> addresses, std::int64_t until_ns
   asked->room.mapped().addresses.reserve(addresses.size());
   asked->addresses = std::move(addresses);
   asked->done = std::move(done);
-  receiver_->expect_recall(id);
+  receiver_->expect_recall(id, asked->addresses);
   try {
     calls_->begin(kRecallVerb, id, write_addresses(asked->addresses), until_ns,
                   [asked, id, receiver = receiver_, reads = reads_, host = &host_, key = this](const Message*,
@@ -121,7 +121,8 @@ void Session::begin_recall(std::vector<Address> addresses, std::int64_t until_ns
                       asked->done(&asked->result, nullptr);
                     };
                     if (failure_of([&] { host->run(key, search); })) search();
-                  });
+                  },
+                  always);
   } catch (...) {
     receiver_->forget_recall(id);
     throw;

@@ -79,6 +79,8 @@ inline constexpr Verb kUnmatchVerb{12,
                                    /*frees_blocks=*/false,
                                    /*answer_frees_blocks=*/false,
                                    /*never_busy=*/true};
+// These blocks of mine are lent to you.
+inline constexpr Verb kOfferVerb{14, "offer", kAddressListBytesMax, 0};
 
 // Which blocks have you stored under these keys, in your keyed cache of this name? Hold them; the id of the call is
 // that of the hold.

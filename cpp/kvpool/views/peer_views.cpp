@@ -88,17 +88,19 @@ void PeerViews::on_view(const ViewBody& body, const CallPointer& call) {
     blocks_ += body.addresses.size();
   }
   try {
-    await_content(body, call);
+    await_content(body, by_mapping_ && body.by_mapping, call);
   } catch (...) {
     take_out(body.view, *blocks, {body.first, body.addresses.size()});
     throw;
   }
 }
 
-// Once, and not for each attention: blocks that were cached may still be filled by the engine's work on the GPU, and
-// what peers write has arrived when they may name it.
-void PeerViews::await_content(const ViewBody& body, const CallPointer& call) const {
-  if (!pool_.on_device() || std::ranges::find(body.addresses, Medium::kHbm, medium_of) == body.addresses.end()) return;
+// Once, and not for each attention: blocks that were cached may still be filled by the engine's work on the GPU, also
+// those in DRAM, which this pool's own attention waits for by itself; and what peers write has arrived when they may
+// name it.
+void PeerViews::await_content(const ViewBody& body, bool by_mapping, const CallPointer& call) const {
+  if (!pool_.on_device()) return;
+  if (!by_mapping && std::ranges::find(body.addresses, Medium::kHbm, medium_of) == body.addresses.end()) return;
   const auto given_up = std::make_shared<std::atomic<bool>>(false);
   call->when_cancelled([given_up] { given_up->store(true, std::memory_order_relaxed); });
   try {

@@ -52,7 +52,7 @@ class PeerViews final : public PeerReads, public std::enable_shared_from_this<Pe
   };
   using Views = std::unordered_map<std::uint64_t, View>;
   void on_view(const ViewBody& body, const CallPointer& call);
-  void await_content(const ViewBody& body, const CallPointer& call) const;
+  void await_content(const ViewBody& body, bool by_mapping, const CallPointer& call) const;
   void take_out(std::uint64_t view, SequenceBlocks& blocks, const BlockRange& range) noexcept;
   void on_unview(const UnviewBody& body);
   void on_attend(const CallPointer& call, AttendBody&& body);

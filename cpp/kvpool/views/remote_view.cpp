@@ -38,15 +38,7 @@ RemoteView::~RemoteView() { remove(kEverything); }  // no reading is under way: 
 void RemoteView::add(std::uint64_t first, std::span<const Address> addresses, const Waiting& waiting) {
   PeerCalls& calls = session_->calls();
   const BlockRange all{first, addresses.size()};
-  {
-    const std::lock_guard lock(mutex_);
-    auto runs = std::make_shared<BlockRuns>(*runs_);
-    runs->add(first, addresses);
-    runs_ = std::move(runs);
-    all_mapped_ = all_mapped_ && spans_ != nullptr && std::ranges::all_of(addresses, [&](Address address) {
-                    return block_of(address) < (*spans_)[medium_of(address)].blocks;
-                  });
-  }
+  note(first, addresses);
   try {
     while (!addresses.empty()) {
       const auto some = addresses.first(std::min(addresses.size(), kAddressesMax));
@@ -59,6 +51,34 @@ void RemoteView::add(std::uint64_t first, std::span<const Address> addresses, co
     remove(all);  // the peer carries the two out in this order, also when the first is late
     throw;
   }
+}
+
+void RemoteView::begin_add(std::uint64_t first, std::span<const Address> addresses, std::int64_t until_ns,
+                           std::function<void(const Error* error)> done) {
+  PeerCalls& calls = session_->calls();
+  const BlockRange all{first, addresses.size()};
+  note(first, addresses);
+  try {
+    const ViewBody body{id_, spans_ != nullptr, first, {addresses.begin(), addresses.end()}};
+    calls.begin(kViewVerb, calls.next_id(), write_body(body), until_ns,
+                [self = shared_from_this(), all, done = std::move(done)](const Message*, const Error* error) {
+                  if (error != nullptr) self->remove(all);
+                  done(error);
+                });
+  } catch (...) {
+    remove(all);
+    throw;
+  }
+}
+
+void RemoteView::note(std::uint64_t first, std::span<const Address> addresses) {
+  const std::lock_guard lock(mutex_);
+  auto runs = std::make_shared<BlockRuns>(*runs_);
+  runs->add(first, addresses);
+  runs_ = std::move(runs);
+  all_mapped_ = all_mapped_ && spans_ != nullptr && std::ranges::all_of(addresses, [&](Address address) {
+                  return block_of(address) < (*spans_)[medium_of(address)].blocks;
+                });
 }
 
 void RemoteView::remove(const BlockRange& blocks) noexcept {

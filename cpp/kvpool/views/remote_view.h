@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -33,6 +34,10 @@ class RemoteView final : public LoanWatch, public std::enable_shared_from_this<R
   // Returns when the peer holds the blocks. If it throws, the peer holds none of them, or soon will not: kPeerLost,
   // kDeadline, kCancelled, kBusy, and what holding them throws there.
   void add(std::uint64_t first, std::span<const Address> addresses, const Waiting& waiting);
+  // The same without waiting, for one message's blocks: `done` is called once, with the error if there is one, by the
+  // thread that brings the answer. If it throws, `done` was not called or will not be.
+  void begin_add(std::uint64_t first, std::span<const Address> addresses, std::int64_t until_ns,
+                 std::function<void(const Error* error)> done);
   // Without waiting; the peer is told when readings that began before have ended.
   void remove(const BlockRange& blocks) noexcept;
   // Whether the peer holds one of these blocks, or will when an add() that is under way succeeds.
@@ -62,6 +67,7 @@ class RemoteView final : public LoanWatch, public std::enable_shared_from_this<R
     bool being_told = false;
   };
   struct Reading;
+  void note(std::uint64_t first, std::span<const Address> addresses);
   void take_out(const BlockRange& blocks);
   void tell_removed() noexcept;
   void give_up(const Error& why) noexcept;

@@ -323,6 +323,33 @@ class Peers:
         ask = seconds / 2 if ask_timeout is None else min(seconds_from(ask_timeout, "ask_timeout"), seconds)
         return fetch_keys(pool, cache, [peer] if isinstance(peer, str) else names_of(peer), keys, seconds, ask)
 
+    def lend(self, peer: str, addrs: AddressLike, *, timeout: float | None = None) -> None:
+        """Lends blocks of an engine to a peer, which may write into them until the loan ends.
+
+        For blocks that the caller has adopted in a pool with ``engine_allocates``. The peer names them as destinations
+        of its transfers (``to=``); tell its application their addresses, as `addresses` gives them. A transfer with
+        ``private`` tells this pool's `inbox` when its content is there. The loan ends when the peer frees the blocks or
+        is lost, or by `recall`; then they are active again, or quarantined as long as the peer may still write. While
+        they are lent they can be neither freed nor adopted, so the engine must not use them. These loans do not count
+        for `lend_max`. Any thread may call. Releases the GIL.
+
+        All or nothing: after a failure the loan is over, or will be as soon as the peer hears of it.
+
+        Args:
+            peer: Its name, as in `Pool.transfer`.
+            addrs: Active blocks of this pool that an engine allocates; at most 524,288.
+            timeout: Seconds for the peer's answer; None: the setting ``timeout_s``.
+
+        Raises:
+            StateError: A block is not active, is being read, or is not allocated by an engine.
+            StaleAddress, NotOwner: An address names no block of this pool.
+            ArgumentError: No blocks, too many, or one twice.
+            Busy: The peer has not ended a write of an earlier loan of one of them, or has not answered a recall of it,
+                also after its deadline; or it has its limit of blocks here, or too many calls are under way.
+            PeerLost, DeadlineExceeded: It is gone, or has not answered.
+        """
+        self._pool._lend(peer, addrs, timeout)
+
     def recall(self, peer: str, blocks: object = None, *, timeout: float | None = None) -> RecallResult:
         """Asks a peer to give back blocks that are lent to it, and at the deadline takes those that it has not.
 

@@ -23,6 +23,7 @@ class ShmTransport final : public Transport {
     routes.push_back(make_shm_route(memory.host_spans(), memory.keepalive(), peer.metadata, files, team_));
   }
   Exposure exposure(const PeerEnd& peer) const override { return {.by_process = peer.same_host && peer.is_local()}; }
+  bool writes_files_only() const noexcept override { return true; }
 
  private:
   CopyTeam& team_;
