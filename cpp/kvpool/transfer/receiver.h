@@ -240,9 +240,9 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
   IncomingMap incoming_;
   // By transfer without a reservation whose content was placed in lent blocks, or dropped; until it completes.
   ArrivedMap arrived_;
-  Placements placements_;                  // with the blocks of those that were lent, or that a fetch names
+  Placements placements_;                    // with the blocks of those that were lent, or that a fetch names
   std::map<std::uint64_t, Recall> recalls_;  // until they have ended here and the peer has answered
-  std::unordered_map<Address, Lent> lent_;  // quarantined from the loss of the link until the writer is gone
+  std::unordered_map<Address, Lent> lent_;   // quarantined from the loss of the link until the writer is gone
   Quarantine quarantined_;
   // Blocks in reservations, lent or quarantined for the peer, and of requests that are being answered.
   std::uint32_t promised_ = 0;

@@ -103,26 +103,26 @@ void Session::begin_recall(std::vector<Address> addresses, std::int64_t until_ns
   asked->done = std::move(done);
   receiver_->expect_recall(id, asked->addresses);
   try {
-    calls_->begin(kRecallVerb, id, write_addresses(asked->addresses), until_ns,
-                  [asked, id, receiver = receiver_, reads = reads_, host = &host_, key = this](const Message*,
-                                                                                               const Error* error) {
-                    const bool late = error != nullptr && error->code() == ErrorCode::kDeadline;
-                    if (error != nullptr && !late) {
-                      receiver->forget_recall(id);
-                      return asked->done(nullptr, error);
-                    }
-                    asked->result =
-                        receiver->end_recall(std::move(asked->room), asked->addresses, /*writer_ended=*/!late);
-                    if (reads == nullptr || asked->addresses.empty() || !reads->has_any())
-                      return asked->done(&asked->result, nullptr);
-                    // A search through all views takes longer than the thread that reads links may.
-                    const auto search = [asked, reads] {
-                      count_read(asked->result, reads->on_recalled(asked->addresses));
-                      asked->done(&asked->result, nullptr);
-                    };
-                    if (failure_of([&] { host->run(key, search); })) search();
-                  },
-                  always);
+    calls_->begin(
+        kRecallVerb, id, write_addresses(asked->addresses), until_ns,
+        [asked, id, receiver = receiver_, reads = reads_, host = &host_, key = this](const Message*,
+                                                                                     const Error* error) {
+          const bool late = error != nullptr && error->code() == ErrorCode::kDeadline;
+          if (error != nullptr && !late) {
+            receiver->forget_recall(id);
+            return asked->done(nullptr, error);
+          }
+          asked->result = receiver->end_recall(std::move(asked->room), asked->addresses, /*writer_ended=*/!late);
+          if (reads == nullptr || asked->addresses.empty() || !reads->has_any())
+            return asked->done(&asked->result, nullptr);
+          // A search through all views takes longer than the thread that reads links may.
+          const auto search = [asked, reads] {
+            count_read(asked->result, reads->on_recalled(asked->addresses));
+            asked->done(&asked->result, nullptr);
+          };
+          if (failure_of([&] { host->run(key, search); })) search();
+        },
+        always);
   } catch (...) {
     receiver_->forget_recall(id);
     throw;
