@@ -112,7 +112,7 @@ def refused(pool: kvpool.Pool, error: type[Exception], *texts: Any, **fields: An
 
 @contextmanager
 def ctrl_c_works() -> Iterator[None]:
-    """For processes that are started meanwhile: shells have SIGINT ignored for what runs in the background."""
+    """Here, and in processes that are started meanwhile: shells have SIGINT ignored for what runs in the background."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield

@@ -10,7 +10,7 @@ __all__ = ["check_event_endpoint"]
 
 
 def check_event_endpoint(endpoint: object) -> None:
-    """Raises ArgumentError for what ZMQ cannot connect to, such as an address to bind: tcp://*:5557.
+    """Raises ArgumentError for what ZMQ cannot connect to, such as an address to bind.
 
     ArgumentTypeError for what is no text.
     """

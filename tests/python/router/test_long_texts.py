@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from kit import BLOCK
 from router.router_kit import eventually, fakes, routing
 from router.test_following import caches, chat, followed, tokens_of
 
@@ -25,7 +26,7 @@ def test_a_long_text_goes_where_it_is_cached(monkeypatch):
     with fakes("a", "b") as two, caches("a", "b", blocks=100_000) as cached:
         with followed(two, cached) as running:
             whole = cached["b"].store(tokens_of(fields)["tokens"])
-            eventually(lambda: running.states()["b"]["cached_blocks"])
+            eventually(lambda: running.states()["b"]["cached_blocks"] * BLOCK == whole)
             eventually(lambda: running.metric("events_synced", instance="b"))
             response = running.client.post("/v1/chat/completions", json=fields)
             assert response.headers["x-kvpool-instance"] == "b"

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from attach_kit import two, url
-from kit import refused
+from kit import ctrl_c_works, refused
 from transfer.kit import (
     NEAR,
     NEAR_ROUTES,
@@ -319,7 +319,7 @@ def test_ctrl_c_leaves_neither_blocks_nor_holds(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(key_fetch.FetchControl, "begun", has_begun)
         thread = threading.Thread(target=interrupt_again_then_continue)
         thread.start()
-        with pytest.raises(KeyboardInterrupt) as raised:
+        with ctrl_c_works(), pytest.raises(KeyboardInterrupt) as raised:
             both.peers.fetch_keys(list(children), both.cache, KEYS[:8], timeout=120)
         thread.join()
         del raised
