@@ -227,9 +227,9 @@ def test_the_absence_of_etcd_is_reported_in_time():
 
 
 def test_a_killed_renewer_is_started_again(own):
-    router = own.join()
+    router = own.join(lease=10.0)  # a busy machine takes seconds to start one
     events = Events(router)
-    reg = own.register(own.join(), "a")
+    reg = own.register(own.join(lease=10.0), "a")
     renewer = reg._entry.renewer
     first = renewer.pid
     os.kill(first, signal.SIGKILL)
