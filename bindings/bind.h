@@ -19,6 +19,7 @@ using PoolPointer = std::shared_ptr<Pool>;
 using PoolClass = pybind11::class_<PeerNode, NodePointer>;  // node.h
 
 void bind_errors(pybind11::module_& module);
+void bind_addresses(pybind11::module_& module);
 void bind_handles(pybind11::module_& module);
 void bind_events(pybind11::module_& module);
 void bind_tensor(pybind11::module_& module);

@@ -8,6 +8,7 @@ PYBIND11_MODULE(_core, module) {
   kvpool::bindings::bind_errors(module);
   kvpool::bindings::bind_machine(module);
   kvpool::bindings::bind_heartbeat(module);
+  kvpool::bindings::bind_addresses(module);
   kvpool::bindings::bind_handles(module);
   kvpool::bindings::bind_events(module);
   kvpool::bindings::bind_tensor(module);

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging as _logging
 
 from kvpool._core import __version__
-from kvpool.alloc import BlockCopy, KVTensor, SwapIn, SwapOut, SwappedIn
+from kvpool.alloc import BlockCopy, KVTensor, SwapIn, SwapOut, SwappedIn, block_ids
 from kvpool.attention import Attend, AttendPlan, KVSequence, PartialAttention, SequencePlan
 from kvpool.cluster import Cluster, Load, Member, MemberCallback, MemberEvent, Registration
 from kvpool.config import Settings
@@ -92,7 +92,7 @@ from kvpool.transfer import (
     TransferStream,
     TransferTotals,
 )
-from kvpool.types import DISK, DRAM, HBM, MIXED, Address, KVLayout, Medium, RawLayout, block_ids, decode_address, media
+from kvpool.types import DISK, DRAM, HBM, MIXED, Address, KVLayout, Medium, RawLayout, decode_address, media
 
 _logging.getLogger("kvpool").addHandler(_logging.NullHandler())  # silent, until the application says where to log
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool import errors, types
+from kvpool.alloc import block_ids
 from kvpool.types import DISK, DRAM, HBM, MIXED, KVLayout, Medium, RawLayout
 
 
@@ -148,7 +149,7 @@ def test_an_address_decodes_to_its_parts(made_of):
 def test_arrays_and_lists_of_addresses_decode_alike(made_of):
     numbers = [address(7, *one[1:]) for one in made_of]  # block ids are of one instance
     for given_as in (numbers, tuple(numbers), array("Q", numbers), np.array(numbers, np.uint64)):
-        blocks, media = types.block_ids(given_as), types.media(given_as)
+        blocks, media = block_ids(given_as), types.media(given_as)
         assert blocks.dtype == np.int64
         assert media.dtype == np.uint8
         assert blocks.tolist() == [one[3] for one in made_of]
@@ -157,23 +158,38 @@ def test_arrays_and_lists_of_addresses_decode_alike(made_of):
 
 def test_block_ids_index_a_tensor():
     tensor = np.arange(12).reshape(6, 2)
-    assert tensor[types.block_ids([address(block=4), address(block=1)])].tolist() == [[8, 9], [2, 3]]
+    assert tensor[block_ids([address(block=4), address(block=1)])].tolist() == [[8, 9], [2, 3]]
 
 
 def test_block_ids_are_of_one_pool():
     own = [address(block=1), address(instance=7, block=2), address(instance=7, block=3)]  # 0: from before it had peers
-    assert types.block_ids(own).tolist() == [1, 2, 3]
-    assert types.block_ids([address(instance=9, block=4)]).tolist() == [4]  # its number at its owner
-    assert types.block_ids([]).tolist() == []
+    assert block_ids(own).tolist() == [1, 2, 3]
+    assert block_ids([address(instance=9, block=4)]).tolist() == [4]  # its number at its owner
+    assert block_ids([]).tolist() == []
     with pytest.raises(errors.ArgumentError, match="instances 7 and 9") as caught:
-        types.block_ids([*own, address(instance=9, block=4)])
+        block_ids([*own, address(instance=9, block=4)])
     assert caught.value.fields["instance"] == 9
 
 
 def test_block_ids_take_strided_and_read_only_arrays():
     numbers = np.array([address(block=n) for n in range(6)], np.uint64)[::2]
     numbers.flags.writeable = False
-    assert types.block_ids(numbers).tolist() == [0, 2, 4]
+    assert block_ids(numbers).tolist() == [0, 2, 4]
+
+
+def outcome(function, numbers):
+    try:
+        blocks = function(numbers)
+    except errors.ArgumentError as error:
+        return str(error)
+    return blocks.dtype, blocks.tolist()
+
+
+@given(st.lists(st.tuples(st.sampled_from([0, 7, 9]), st.integers(0, 7), st.integers(0, 3), st.integers(0, 9))))
+def test_block_ids_read_usual_lists_as_they_read_all_others(made_of):
+    numbers = np.array([address(*one) for one in made_of], np.uint64)
+    for same in (numbers, numbers[::-1], np.repeat(numbers, 2)[::2]):
+        assert outcome(block_ids, same) == outcome(types.checked_block_ids, same)
 
 
 @pytest.mark.parametrize("wrong", [-1, 2**64])
@@ -181,7 +197,7 @@ def test_an_address_has_64_unsigned_bits(wrong):
     with pytest.raises(errors.ArgumentError, match=str(wrong)):
         types.decode_address(wrong)
     with pytest.raises(errors.ArgumentError, match=rf"addresses\[1\] is {wrong}"):
-        types.block_ids([address(), wrong])
+        block_ids([address(), wrong])
 
 
 @pytest.mark.parametrize("medium", [0, 4, 7])
@@ -189,7 +205,7 @@ def test_an_address_names_a_medium(medium):
     wrong = address(medium=medium)
     with pytest.raises(errors.ArgumentError, match=f"medium bits are {medium}"):
         types.decode_address(wrong)
-    for function in (types.block_ids, types.media):
+    for function in (block_ids, types.media):
         with pytest.raises(errors.ArgumentError, match=rf"addresses\[1\].*medium bits are {medium}") as caught:
             function([address(), wrong])
         assert caught.value.position == 1
@@ -219,4 +235,4 @@ def test_decode_refuses_other_types(wrong):
 )
 def test_block_ids_refuse_other_types(wrong):
     with pytest.raises(errors.ArgumentTypeError):
-        types.block_ids(wrong)
+        block_ids(wrong)

@@ -1,7 +1,18 @@
-"""Blocks and their memory: the results of `Pool.tensor`, `Pool.swap_in`, `Pool.swap_out` and `Pool.stats`."""
+"""Blocks and their memory: block numbers, and the results of `tensor`, `swap_in`, `swap_out` and `stats` of a pool."""
 
 from kvpool._core import KVTensor, SwappedIn
+from kvpool.alloc.block_numbers import block_ids
 from kvpool.alloc.stats import ArenaInfo, MediumStats, PoolStats
 from kvpool.alloc.swap import BlockCopy, SwapIn, SwapOut
 
-__all__ = ["ArenaInfo", "BlockCopy", "KVTensor", "MediumStats", "PoolStats", "SwapIn", "SwapOut", "SwappedIn"]
+__all__ = [
+    "ArenaInfo",
+    "BlockCopy",
+    "KVTensor",
+    "MediumStats",
+    "PoolStats",
+    "SwapIn",
+    "SwapOut",
+    "SwappedIn",
+    "block_ids",
+]

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from kvpool.arguments import int_from, shown
 from kvpool.errors import ArgumentError, ArgumentTypeError
 from kvpool.pool import Pool
-from kvpool.types import DRAM, HBM, Medium, block_ids
+from kvpool.types import DRAM, HBM, Medium, checked_block_ids
 
 __all__ = ["RankBlocks"]
 
@@ -63,7 +63,7 @@ class RankBlocks:
 
 def _by_number(addresses: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     by_number = np.empty_like(addresses)
-    by_number[block_ids(addresses)] = addresses
+    by_number[checked_block_ids(addresses)] = addresses
     return by_number
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpool.types.addresses import Address, AddressLike, block_ids, decode_address, media
+from kvpool.types.addresses import Address, AddressLike, checked_block_ids, decode_address, media
 from kvpool.types.attention import AttendPlan, SequencePlan
 from kvpool.types.layouts import DTYPES, KVLayout, Layout, RawLayout
 from kvpool.types.medium import DISK, DRAM, HBM, MIXED, Medium
@@ -45,7 +45,7 @@ __all__ = [
     "TransferSpec",
     "TransferStats",
     "TransferTotals",
-    "block_ids",
+    "checked_block_ids",
     "decode_address",
     "media",
 ]

@@ -23,7 +23,7 @@ from kvpool.arguments import int_from, shown
 from kvpool.errors import ArgumentError, ArgumentTypeError, NotOwner
 from kvpool.types.medium import Medium
 
-__all__ = ["Address", "AddressLike", "block_ids", "decode_address", "instances", "media", "with_instance"]
+__all__ = ["Address", "AddressLike", "checked_block_ids", "decode_address", "instances", "media", "with_instance"]
 
 _BLOCK_BITS: Final = 24
 _ADDRESSES_MAX: Final = 1 << 28  # in one call; an array can claim any number, with a stride of 0
@@ -34,7 +34,6 @@ _MEDIUM_SHIFT: Final = _GENERATION_SHIFT + _GENERATION_BITS
 _INSTANCE_SHIFT: Final = _MEDIUM_SHIFT + _MEDIUM_BITS
 _MEDIUM_MASK: Final = (1 << _MEDIUM_BITS) - 1
 _BLOCK_MASK: Final = np.uint64((1 << _BLOCK_BITS) - 1)
-_PLACE: Final = np.uint64(_MEDIUM_SHIFT)
 
 AddressLike: TypeAlias = npt.NDArray[np.uint64] | Sequence[int]
 
@@ -111,21 +110,16 @@ def with_instance(addresses: AddressLike, instance: int) -> npt.NDArray[np.uint6
     return array_ | np.uint64(instance << _INSTANCE_SHIFT)
 
 
-def block_ids(addresses: AddressLike) -> npt.NDArray[np.int64]:
-    """The block number of each address within its medium, as int64, ready to index a tensor: `kv[block_ids(addrs)]`.
-
-    It is the number in the pool to which the address belongs; a borrowed block is not in the borrower's tensor. The
-    function does not know the tensor's pool, so it refuses only lists with addresses of several pools. A pool's own
-    addresses may have instance 0, from before it had peers, and its instance.
+def checked_block_ids(addresses: AddressLike) -> npt.NDArray[np.int64]:
+    """As `kvpool.block_ids`, which calls it for all but the usual lists: addresses of several media, or wrong ones.
 
     Raises:
         ArgumentError: A number cannot be an address; or the addresses are of several instances.
         ArgumentTypeError: Not an array of unsigned integers or a sequence of ints.
     """
     array_ = _address_array(addresses)
-    if not _alike(array_):
-        _media_checked(array_)
-        _check_one_instance(array_)
+    _media_checked(array_)
+    _check_one_instance(array_)
     return (array_ & _BLOCK_MASK).astype(np.int64)
 
 
@@ -171,14 +165,6 @@ def _address_array(addresses: AddressLike) -> npt.NDArray[np.uint64]:
                 position=index,
             )
     return np.array(array("Q", numbers), dtype=np.uint64)
-
-
-def _alike(addresses: npt.NDArray[np.uint64]) -> bool:
-    """Whether they are all of one instance and one medium. Most lists are, and need no other check."""
-    places = addresses >> _PLACE
-    if not places.size or not 1 <= int(places.flat[0]) & _MEDIUM_MASK <= len(Medium):
-        return False
-    return bool((places == places.flat[0]).all())
 
 
 def _check_one_instance(addresses: npt.NDArray[np.uint64]) -> None:

@@ -8,9 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvpool.alloc import block_ids
 from kvpool.engines.transformers.layouts import memory_of
 from kvpool.pool import Pool
-from kvpool.types import DRAM, HBM, KVLayout, Medium, block_ids, media
+from kvpool.types import DRAM, HBM, KVLayout, Medium, media
 
 __all__ = ["Blocks"]
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.alloc import block_ids
 from kvpool.engines.vllm.figures import Figures
 from kvpool.engines.vllm.forgetting import forget_all
 from kvpool.engines.vllm.groups import Groups
@@ -27,7 +28,7 @@ from kvpool.engines.vllm.plans import LoadPlan, SavePlan, StepPlan, WorkerReport
 from kvpool.engines.vllm.requests import Digests
 from kvpool.errors import OutOfBlocks, PeerLost
 from kvpool.pool import Pool
-from kvpool.types import DRAM, block_ids
+from kvpool.types import DRAM
 
 __all__ = ["SchedulerIndex"]
 

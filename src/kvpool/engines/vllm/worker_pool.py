@@ -10,13 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool import _core
+from kvpool.alloc import block_ids
 from kvpool.engines.vllm.engine_pool import EnginePool, wait_for
 from kvpool.engines.vllm.hits import Hit
 from kvpool.engines.vllm.plans import LoadPlan, SavePlan, StepPlan, WorkerReport
 from kvpool.errors import Error, StateError
 from kvpool.pool import Pool
 from kvpool.ranks import RankArena
-from kvpool.types import DRAM, block_ids
+from kvpool.types import DRAM
 
 __all__ = ["WorkerPool"]
 
