@@ -5,11 +5,16 @@
 #include <poll.h>
 
 #include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "failing_alloc.h"
 #include "kvpool/base/clock.h"
@@ -18,6 +23,7 @@
 #include "kvpool/peers/service.h"
 #include "kvpool/ranks/instance_ranks.h"
 #include "pool_fixture.h"
+#include "silent_link.h"
 #include "thrown.h"
 
 namespace kvpool::testing {
@@ -92,6 +98,111 @@ TEST_CASE("a thread that waits for items learns that the pool has failed") {
   pool->fail(Error(ErrorCode::kDeviceLost, "the GPU is gone"));
   waiter.join();
   CHECK(heard == ErrorCode::kDeviceLost);
+}
+
+// A link whose reader sleeps until woken; on_drive stands for frames that arrive.
+class ReadLink final : public SilentLink {
+ public:
+  void send(Message&&) override {}
+  bool drive(std::int64_t deadline_ns, const std::function<bool()>& done) override {
+    drives.fetch_add(1);
+    if (on_drive) on_drive();
+    const std::chrono::steady_clock::time_point until{std::chrono::nanoseconds(deadline_ns)};
+    std::unique_lock lock(mutex_);
+    woken_.wait_until(lock, until, [&] { return ended_ || done(); });
+    return done();
+  }
+  void wake() noexcept override {
+    const std::lock_guard lock(mutex_);
+    woken_.notify_all();
+  }
+  void end() {
+    const std::lock_guard lock(mutex_);
+    ended_ = true;
+    woken_.notify_all();
+  }
+
+  std::atomic<int> drives{0};
+  std::function<void()> on_drive;
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable woken_;
+  bool ended_ = false;
+};
+
+TEST_CASE("a thread that waits for items reads the link of the peer that sent the last one") {
+  ReceivedQueue queue(4);
+  const auto link = std::make_shared<ReadLink>();
+  std::string asked_for;
+  const auto find_link = [&](const std::string& peer) {
+    asked_for = peer;
+    return link;
+  };
+  push_one(queue, "a");
+  CHECK(queue.pop(in_a_minute(), find_link) != nullptr);
+  CHECK(link->drives == 0);  // it had come already
+  link->on_drive = [&] { push_one(queue, "a"); };
+  CHECK(queue.pop(in_a_minute(), find_link) != nullptr);
+  CHECK(asked_for == "a");
+  CHECK(link->drives == 1);
+  link->on_drive = {};
+  CHECK(queue.pop(monotonic_ns() + 1'000'000, find_link) == nullptr);
+  CHECK(link->drives == 2);
+}
+
+TEST_CASE("a thread that reads a link for items gets those of other peers, and learns of the end") {
+  for (const int how : {0, 1, 2}) {
+    CAPTURE(how);
+    ReceivedQueue queue(4);
+    const auto link = std::make_shared<ReadLink>();
+    const auto find_link = [&](const std::string&) { return link; };
+    push_one(queue, "a");
+    CHECK(queue.pop(in_a_minute(), find_link) != nullptr);
+    std::string got;
+    std::optional<ErrorCode> heard;
+    std::thread waiter([&] { heard = code_of([&] { got = queue.pop(in_a_minute(), find_link)->peer; }); });
+    while (link->drives == 0) std::this_thread::yield();
+    if (how == 0) push_one(queue, "b");
+    if (how == 1) queue.close();
+    if (how == 2) queue.fail(Error(ErrorCode::kDeviceLost, "the GPU is gone"));
+    waiter.join();
+    CHECK(got == (how == 0 ? "b" : ""));
+    CHECK(heard == (how == 0 ? std::optional<ErrorCode>() : how == 1 ? ErrorCode::kClosed : ErrorCode::kDeviceLost));
+  }
+}
+
+TEST_CASE("a thread whose link ends goes on waiting for items of other peers") {
+  ReceivedQueue queue(4);
+  const auto link = std::make_shared<ReadLink>();
+  push_one(queue, "a");
+  CHECK(queue.pop(in_a_minute()) != nullptr);
+  std::string got;
+  std::thread waiter([&] { got = queue.pop(in_a_minute(), [&](const std::string&) { return link; })->peer; });
+  while (link->drives == 0) std::this_thread::yield();
+  link->end();
+  push_one(queue, "b");
+  waiter.join();
+  CHECK(got == "b");
+}
+
+TEST_CASE("of several threads that wait for items, one reads a link, and each gets an item") {
+  ReceivedQueue queue(16);
+  const auto link = std::make_shared<ReadLink>();
+  const auto find_link = [&](const std::string&) { return link; };
+  push_one(queue, "a");
+  CHECK(queue.pop(in_a_minute(), find_link) != nullptr);
+  std::atomic<int> got{0};
+  std::vector<std::thread> waiters;
+  for (int i = 0; i < 4; ++i) {
+    waiters.emplace_back([&] {
+      if (queue.pop(in_a_minute(), find_link) != nullptr) got.fetch_add(1);
+    });
+  }
+  while (link->drives == 0) std::this_thread::yield();
+  for (int i = 0; i < 4; ++i) push_one(queue, "b");
+  for (std::thread& waiter : waiters) waiter.join();
+  CHECK(got == 4);
 }
 
 TEST_CASE("items that came before the pool failed can still be taken, and the first reason counts") {

@@ -45,6 +45,12 @@ PeerTable::Peer PeerTable::at(const std::string& name) const {
   return entry->second;
 }
 
+std::shared_ptr<Link> PeerTable::link_to(const std::string& name) const {
+  const std::lock_guard lock(mutex_);
+  const auto entry = peers_.find(name);
+  return entry == peers_.end() ? nullptr : entry->second.link;
+}
+
 std::vector<PeerTable::Peer> PeerTable::all() const {
   std::vector<Peer> all;
   const std::lock_guard lock(mutex_);

@@ -53,6 +53,8 @@ class PeerTable {
   std::shared_ptr<Session> find(const std::string& name) const;
   // Throws kPeerLost.
   Peer at(const std::string& name) const;
+  // Null when no connected peer has this name.
+  std::shared_ptr<Link> link_to(const std::string& name) const;
   std::vector<Peer> all() const;
   // Whether writes to this incarnation are under way, or may begin.
   bool may_write_to(std::uint64_t incarnation) const noexcept;

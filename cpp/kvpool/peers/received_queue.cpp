@@ -1,5 +1,6 @@
 #include "kvpool/peers/received_queue.h"
 
+#include <sched.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -59,7 +60,7 @@ void ReceivedQueue::check_room_locked(const Load& own, std::size_t bytes) const 
   throw Error(ErrorCode::kBusy,
               std::to_string(all_.items) + " items with " + std::to_string(all_.bytes) +
                   " bytes wait for the receiving application, " + std::to_string(own.items) +
-                  " of them from this peer: it does not call received()",
+                  " of them from this peer: it does not call receive()",
               {{"limit", capacity_}, {"retry_after_us", kRetryAfterUs}});
 }
 
@@ -79,18 +80,22 @@ void ReceivedQueue::unreserve(const std::string& peer, std::size_t bytes) noexce
 }
 
 void ReceivedQueue::push(std::unique_ptr<Received> item) noexcept {
+  std::shared_ptr<Link> read;
   {
     const std::lock_guard lock(mutex_);
     kept_.front() = std::move(item);
     items_.splice(items_.end(), kept_, kept_.begin());
     waiting_.store(items_.size(), std::memory_order_release);
     if (event_ >= 0) static_cast<void>(eventfd_write(event_, 1));
+    read = read_;
   }
   arrived_.notify_one();
+  if (read != nullptr) read->wake();
 }
 
 std::unique_ptr<Received> ReceivedQueue::try_pop() {
   if (items_.empty()) return nullptr;
+  last_peer_ = items_.front()->peer;
   std::unique_ptr<Received> item = std::move(items_.front());
   items_.pop_front();
   let_go_locked(item->peer, weight_of(*item));
@@ -102,14 +107,29 @@ std::unique_ptr<Received> ReceivedQueue::try_pop() {
   return item;
 }
 
-std::unique_ptr<Received> ReceivedQueue::pop(std::int64_t until_ns) {
+// Until is_ready(), `until_ns`, or the end of the link. Returns at once if another thread reads a link, or no peer is
+// known that may send the next item.
+void ReceivedQueue::read_link(std::int64_t until_ns, const FindLink& find_link) {
+  std::unique_lock lock(mutex_);
+  if (last_peer_.empty() || read_ != nullptr) return;
+  const std::string peer = last_peer_;
+  lock.unlock();
+  const std::shared_ptr<Link> link = find_link(peer);
+  if (link == nullptr) return;
+  lock.lock();
+  if (read_ != nullptr) return;
+  read_ = link;
+  lock.unlock();
+  link->drive(until_ns, [this] { return is_ready(); });
+  lock.lock();
+  read_.reset();
+}
+
+std::unique_ptr<Received> ReceivedQueue::pop(std::int64_t until_ns, const FindLink& find_link) {
+  if (find_link && !is_ready()) read_link(until_ns, find_link);
   const std::int64_t spin_until = std::min(until_ns, monotonic_ns() + kSpinNs);
-  while (waiting_.load(std::memory_order_acquire) == 0 && monotonic_ns() < spin_until) {
-    for (int i = 0; i < 32; ++i) {
-#if defined(__x86_64__)
-      __builtin_ia32_pause();
-#endif
-    }
+  while (!is_ready() && monotonic_ns() < spin_until) {
+    sched_yield();  // the reactor, which delivers, may have no other processor
   }
   const std::chrono::steady_clock::time_point until{std::chrono::nanoseconds(until_ns)};
   std::unique_lock lock(mutex_);
@@ -128,23 +148,30 @@ int ReceivedQueue::descriptor() {
   return event_;
 }
 
-// Who polls the descriptor calls pop(), and hears why nothing more comes.
-void ReceivedQueue::wake() noexcept {
+// An application that polls the descriptor calls pop(), which throws why nothing more comes.
+void ReceivedQueue::end_locked() noexcept {
+  ended_.store(true);
   if (event_ >= 0) static_cast<void>(eventfd_write(event_, 1));
   arrived_.notify_all();
 }
 
 void ReceivedQueue::close() noexcept {
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   closed_ = true;
-  wake();
+  end_locked();
+  const std::shared_ptr<Link> read = read_;
+  lock.unlock();
+  if (read != nullptr) read->wake();
 }
 
 void ReceivedQueue::fail(const Error& why) {
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   if (why_failed_) return;
   why_failed_ = why;
-  wake();
+  end_locked();
+  const std::shared_ptr<Link> read = read_;
+  lock.unlock();
+  if (read != nullptr) read->wake();
 }
 
 }  // namespace kvpool

@@ -10,6 +10,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <functional>
 #include <list>
 #include <memory>
 #include <mutex>
@@ -18,6 +19,7 @@
 #include <unordered_map>
 
 #include "kvpool/base/error.h"
+#include "kvpool/net/link.h"
 #include "kvpool/peers/received.h"
 
 namespace kvpool {
@@ -42,9 +44,12 @@ class ReceivedQueue {
   // REQUIRES: room was reserved for its peer and its bytes.
   void push(std::unique_ptr<Received> item) noexcept;
 
+  // The link to a peer, or null.
+  using FindLink = std::function<std::shared_ptr<Link>(const std::string& peer)>;
   // The next item; null at `until_ns`. Spins for at most 50 us, then sleeps. Throws kClosed, or the error of fail(),
-  // once closed and empty.
-  std::unique_ptr<Received> pop(std::int64_t until_ns);
+  // once closed and empty. With `find_link`, one of the threads that wait reads the link of the peer whose item came
+  // last, so an item of that peer wakes one thread instead of two (docs/adr/0010).
+  std::unique_ptr<Received> pop(std::int64_t until_ns, const FindLink& find_link = {});
   int descriptor();
   // Takes no more items; pop() still returns those that wait.
   void close() noexcept;
@@ -57,20 +62,26 @@ class ReceivedQueue {
     std::size_t bytes = 0;
   };
   bool ended_locked() const noexcept { return closed_ || why_failed_; }
+  // Whether pop() has something to return or to throw.
+  bool is_ready() const noexcept { return waiting_.load() != 0 || ended_.load(); }
   void check_open_locked(const char* closed) const;
   void check_room_locked(const Load& own, std::size_t bytes) const;
   void let_go_locked(const std::string& peer, std::size_t bytes) noexcept;
-  void wake() noexcept;
+  void end_locked() noexcept;
+  void read_link(std::int64_t until_ns, const FindLink& find_link);
   std::unique_ptr<Received> try_pop();
 
   const std::uint32_t capacity_;
   std::atomic<std::size_t> waiting_{0};  // items that may be taken
+  std::atomic<bool> ended_{false};       // ended_locked(); changed under mutex_
   std::mutex mutex_;
   std::condition_variable arrived_;
   std::list<std::unique_ptr<Received>> items_;
   std::list<std::unique_ptr<Received>> kept_;  // list nodes of reserved room, so that push() cannot fail
   Load all_;                                   // waiting and reserved
   std::unordered_map<std::string, Load> of_;   // by peer; without empty ones
+  std::string last_peer_;                      // of the item that was taken last
+  std::shared_ptr<Link> read_;                 // by a thread in pop()
   int event_ = -1;
   std::optional<Error> why_failed_;
   bool closed_ = false;

@@ -125,7 +125,8 @@ void Service::expel(std::uint64_t incarnation, const std::string& why) {
 }
 
 std::unique_ptr<Received> Service::receive(std::int64_t until_ns) {
-  std::unique_ptr<Received> item = received_.pop(until_ns);
+  std::unique_ptr<Received> item =
+      received_.pop(until_ns, [this](const std::string& peer) { return table_.link_to(peer); });
   if (item != nullptr && item->pin.node != nullptr) {
     item->pins = Pins(pool_.shared_from_this(), std::exchange(item->pin, {}));
   }
