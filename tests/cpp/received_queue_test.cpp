@@ -106,11 +106,14 @@ class ReadLink final : public SilentLink {
   void send(Message&&) override {}
   bool drive(std::int64_t deadline_ns, const std::function<bool()>& done) override {
     drives.fetch_add(1);
+    const int now = reading.fetch_add(1) + 1;
+    if (now > reading_max) reading_max = now;
     if (on_drive) on_drive();
     const std::chrono::steady_clock::time_point until{std::chrono::nanoseconds(deadline_ns)};
     std::unique_lock lock(mutex_);
     woken_.wait_until(lock, until, [&] { return ended_ || done(); });
-    return done();
+    reading.fetch_sub(1);
+    return done() || std::exchange(lies, false);
   }
   void wake() noexcept override {
     const std::lock_guard lock(mutex_);
@@ -123,6 +126,9 @@ class ReadLink final : public SilentLink {
   }
 
   std::atomic<int> drives{0};
+  std::atomic<int> reading{0};
+  std::atomic<int> reading_max{0};
+  bool lies = false;  // says once that there is something, as if another thread had taken it
   std::function<void()> on_drive;
 
  private:
@@ -203,6 +209,21 @@ TEST_CASE("of several threads that wait for items, one reads a link, and each ge
   for (int i = 0; i < 4; ++i) push_one(queue, "b");
   for (std::thread& waiter : waiters) waiter.join();
   CHECK(got == 4);
+  CHECK(link->reading_max == 1);
+}
+
+TEST_CASE("a thread whose item another one has taken reads the link again") {
+  ReceivedQueue queue(4);
+  const auto link = std::make_shared<ReadLink>();
+  push_one(queue, "a");
+  CHECK(queue.pop(in_a_minute()) != nullptr);
+  link->lies = true;
+  link->end();
+  link->on_drive = [&] {
+    if (link->drives == 2) push_one(queue, "b");
+  };
+  CHECK(queue.pop(in_a_minute(), [&](const std::string&) { return link; })->peer == "b");
+  CHECK(link->drives == 2);
 }
 
 TEST_CASE("items that came before the pool failed can still be taken, and the first reason counts") {

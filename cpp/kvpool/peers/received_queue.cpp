@@ -89,8 +89,12 @@ void ReceivedQueue::push(std::unique_ptr<Received> item) noexcept {
     if (event_ >= 0) static_cast<void>(eventfd_write(event_, 1));
     read = read_;
   }
-  arrived_.notify_one();
-  if (read != nullptr) read->wake();
+  // One thread for an item: a second one would find none.
+  if (read != nullptr) {
+    read->wake();
+  } else {
+    arrived_.notify_one();
+  }
 }
 
 std::unique_ptr<Received> ReceivedQueue::try_pop() {
@@ -107,26 +111,32 @@ std::unique_ptr<Received> ReceivedQueue::try_pop() {
   return item;
 }
 
-// Until is_ready(), `until_ns`, or the end of the link. Returns at once if another thread reads a link, or no peer is
-// known that may send the next item.
-void ReceivedQueue::read_link(std::int64_t until_ns, const FindLink& find_link) {
+// Until is_ready(), `until_ns`, or the end of the link; returns whether is_ready() was seen. Returns at once if another
+// thread reads a link, or no peer is known that may send the next item.
+bool ReceivedQueue::read_link(std::int64_t until_ns, const FindLink& find_link) {
   std::unique_lock lock(mutex_);
-  if (last_peer_.empty() || read_ != nullptr) return;
+  if (last_peer_.empty() || read_ != nullptr) return false;
   const std::string peer = last_peer_;
   lock.unlock();
   const std::shared_ptr<Link> link = find_link(peer);
-  if (link == nullptr) return;
+  if (link == nullptr) return false;
   lock.lock();
-  if (read_ != nullptr) return;
+  if (read_ != nullptr) return false;
   read_ = link;
   lock.unlock();
-  link->drive(until_ns, [this] { return is_ready(); });
+  const bool ready = link->drive(until_ns, [this] { return is_ready(); });
   lock.lock();
   read_.reset();
+  return ready;
 }
 
 std::unique_ptr<Received> ReceivedQueue::pop(std::int64_t until_ns, const FindLink& find_link) {
-  if (find_link && !is_ready()) read_link(until_ns, find_link);
+  while (find_link && !is_ready() && monotonic_ns() < until_ns) {
+    if (!read_link(until_ns, find_link)) break;
+    const std::lock_guard lock(mutex_);
+    if (!items_.empty() || ended_locked()) return take_locked();
+    // Another thread has taken the item.
+  }
   const std::int64_t spin_until = std::min(until_ns, monotonic_ns() + kSpinNs);
   while (!is_ready() && monotonic_ns() < spin_until) {
     sched_yield();  // the reactor, which delivers, may have no other processor
@@ -134,8 +144,14 @@ std::unique_ptr<Received> ReceivedQueue::pop(std::int64_t until_ns, const FindLi
   const std::chrono::steady_clock::time_point until{std::chrono::nanoseconds(until_ns)};
   std::unique_lock lock(mutex_);
   arrived_.wait_until(lock, until, [this] { return !items_.empty() || ended_locked(); });
+  return take_locked();
+}
+
+// Items that came while this thread read a link have woken no other thread.
+std::unique_ptr<Received> ReceivedQueue::take_locked() {
   std::unique_ptr<Received> item = try_pop();
   if (item == nullptr) check_open_locked("the pool is closed");
+  if (!items_.empty()) arrived_.notify_one();
   return item;
 }
 

@@ -46,9 +46,9 @@ class ReceivedQueue {
 
   // The link to a peer, or null.
   using FindLink = std::function<std::shared_ptr<Link>(const std::string& peer)>;
-  // The next item; null at `until_ns`. Spins for at most 50 us, then sleeps. Throws kClosed, or the error of fail(),
-  // once closed and empty. With `find_link`, one of the threads that wait reads the link of the peer whose item came
-  // last, so an item of that peer wakes one thread instead of two (docs/adr/0010).
+  // The next item; null at `until_ns`. Spins for at most 50 us after what came last, then sleeps. Throws kClosed, or
+  // the error of fail(), once closed and empty. With `find_link`, one of the threads that wait reads the link of the
+  // peer whose item came last, so an item of that peer wakes one thread instead of two (docs/adr/0010).
   std::unique_ptr<Received> pop(std::int64_t until_ns, const FindLink& find_link = {});
   int descriptor();
   // Takes no more items; pop() still returns those that wait.
@@ -68,7 +68,8 @@ class ReceivedQueue {
   void check_room_locked(const Load& own, std::size_t bytes) const;
   void let_go_locked(const std::string& peer, std::size_t bytes) noexcept;
   void end_locked() noexcept;
-  void read_link(std::int64_t until_ns, const FindLink& find_link);
+  bool read_link(std::int64_t until_ns, const FindLink& find_link);
+  std::unique_ptr<Received> take_locked();
   std::unique_ptr<Received> try_pop();
 
   const std::uint32_t capacity_;
