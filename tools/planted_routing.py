@@ -1,4 +1,4 @@
-"""Bugs of routers that follow KV events: what they keep, what they forget, and whose prompts they take for whose."""
+"""Bugs of routers: what they keep and forget of KV events, whose prompts they take for whose, where they send them."""
 
 from __future__ import annotations
 
@@ -47,6 +47,18 @@ ROUTING_BUGS: Final[tuple[Bug, ...]] = (
         "a prompt is routed to the rank that has it cached, and the server gives it to another one",
         in_python("control/router/forwarding.py", "rank = seat.instance.spec.rank", "rank = None"),
         ("python/router/test_ranks.py",),
+        build="python",
+    ),
+    Bug(
+        "models-end-the-search",
+        "policy",
+        "where instances of several models decode, a prompt goes to one that holds nothing of it",
+        in_python(
+            "policy/routing/search.py",
+            "found.add((at, self._model_of(slot)))\n                if",
+            "found.add((at, table.model_of(slot)))\n                if",
+        ),
+        ("python/policy/test_routing_search.py",),
         build="python",
     ),
 )

@@ -40,6 +40,16 @@ class Half(UnitModel):
         return 0.5 * super().exec_many_s(tokens, cached)
 
 
+class Quarter(Half):
+    """And a third."""
+
+    def exec_s(self, tokens, cached=0):
+        return 0.5 * super().exec_s(tokens, cached)
+
+    def exec_many_s(self, tokens, cached):
+        return 0.5 * super().exec_many_s(tokens, cached)
+
+
 class OfAll:
     """The policy, asked in the way that looks at all instances."""
 
@@ -69,7 +79,7 @@ class Both:
             for few in (True, False)
         ]
         self.next = 0
-        self.kinds, self.capacities, self.models = kinds, capacities, [None, Half()][: 1 + models]
+        self.kinds, self.capacities, self.models = kinds, capacities, [None, Half(), Quarter()][: 1 + models]
         for _ in range(instances):
             self.join()
 
@@ -109,15 +119,18 @@ STEPS = st.lists(
     max_size=120,
 )
 
+# One time counts for the decode instances of all models.
+MOST_DECODE = [Kind.PREFILL, Kind.DECODE, Kind.DECODE, Kind.DECODE, Kind.DECODE]
+
 
 @pytest.mark.parametrize("name", POLICIES)
 @given(
     st.data(),
     BALANCES,
     st.sampled_from([1, 2, 5, 30, 200]),
-    st.sampled_from([[Kind.COLOCATED], [Kind.COLOCATED, Kind.PREFILL, Kind.DECODE]]),
+    st.sampled_from([[Kind.COLOCATED], [Kind.COLOCATED, Kind.PREFILL, Kind.DECODE], MOST_DECODE]),
     st.sampled_from([[1.0], [1.0, 2.0, 0.5]]),
-    st.integers(0, 1),
+    st.integers(0, 2),
     STEPS,
 )
 def test_few_are_enough(name, data, balance, instances, kinds, capacities, models, steps):
@@ -129,9 +142,10 @@ def test_few_are_enough(name, data, balance, instances, kinds, capacities, model
             under_way.append(both.route(np.repeat(np.int32(blocks), BLOCK), f"session {pick % 7}"))
         elif step == "wait":
             both.now += [64.0, 64.0, 64.0, 2.0**20][pick % 4]
-        elif step == "hot":  # most hold it
+        elif step == "hot":  # most hold it, or the later two thirds
+            spared = pick % 8 if pick // 8 % 2 else len(there) // 3
             for scheduler in both.schedulers:
-                for at in there[pick % 8 :]:
+                for at in there[spared:]:
                     scheduler.tree(kinds[at % len(kinds)]).insert(np.repeat(np.int32([1, 1 + pick % 3]), BLOCK), at)
         elif step in ("first", "end", "fail") and under_way:
             ticket = under_way[pick % len(under_way)]
@@ -158,6 +172,20 @@ def test_few_are_enough(name, data, balance, instances, kinds, capacities, model
             closed.discard(at)
             for scheduler in both.schedulers:
                 scheduler.resume(at)
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "equally busy"])
+def test_models_end_no_search_where_one_time_counts_for_all(busy):
+    """The first decode instances in the order are of two models and hold nothing; the holders come after them."""
+    both = Both(QueuePlusExec, Balance(cap=float("inf"), warmup_s=0), 41, [Kind.PREFILL] + [Kind.DECODE] * 40, [1.0], 1)
+    for number in range(40 if busy else 0):  # one for each
+        both.route(np.repeat(np.int32([2, number]), BLOCK), None)
+    for scheduler in both.schedulers:
+        for at in range(21, 41):
+            scheduler.tree(Kind.DECODE).insert(np.repeat(np.int32([1]), BLOCK), at)
+    few, every = (scheduler.route(Request(np.repeat(np.int32([1, 2]), BLOCK))) for scheduler in both.schedulers)
+    assert few == every
+    assert (few.decode, few.decode_cached) == (21, BLOCK)
 
 
 def test_a_large_fleet_is_not_scanned_as_a_whole(monkeypatch):

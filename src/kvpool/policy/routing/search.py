@@ -5,9 +5,8 @@ A policy ranks an instance by its backlog, its load, and how much of the prompt 
   - of the instances that hold equally much, only the least loaded that the load cap allows can be chosen;
   - if even an idle one of them would not rank before the best one so far, the search skips all of them;
   - if they are few, the search examines each. If they are many (as those that hold nothing), it follows the table's
-  order
-    until the next one cannot be better than the best one so far. The holders of a prompt are busy, so the order may
-    begin with many others: then the search evaluates all that hold as much, as arrays.
+    order until the next one cannot be better than the best one so far. The holders of a prompt are busy, so the order
+    may begin with many others: then the search evaluates all that hold as much, as arrays.
 
 The result is the one that the policy would find in a view of all instances: the same values are compared in the same
 way. If the order does not lead to it soon (instances with little backlog and much recent work, which the load cap
@@ -133,7 +132,7 @@ class _Search:
                 return False
             at = self._at(slot)
             if at in self._followed and self._consider(slot, at):
-                found.add((at, table.model_of(slot)))
+                found.add((at, self._model_of(slot)))
                 if len(found) == len(self._followed) * len(self._exec_s):
                     break
         return True
@@ -176,7 +175,7 @@ class _Search:
             tried.append(slot)
             if figures != alike:
                 alike, found = figures, set()
-            found.add((at, table.model_of(slot)))
+            found.add((at, self._model_of(slot)))
             if len(found) == len(self._followed) * len(self._exec_s):
                 position = bisect_left(waiting, (*figures, inf), position)
         table.enter_anew(tried)
@@ -197,6 +196,10 @@ class _Search:
     def _at(self, slot: int) -> int:
         """How much an instance holds, if the policy minds."""
         return self._found.at(slot) if self._minds_cached else self._none
+
+    def _model_of(self, slot: int) -> int:
+        """The index of an instance's times; 0 where the times are the same for all models."""
+        return self._table.model_of(slot) if len(self._exec_s) > 1 else 0
 
     def _consider_many(self, slots: Ints, at: int) -> None:
         """Considers, for each model, the least loaded of the instances that hold equally much and may get more."""
@@ -219,7 +222,7 @@ class _Search:
         if load > self._limit or not table.is_open_at(slot):
             return False
         backlog = table.backlog_of(slot, now)
-        exec_s = self._exec_s[table.model_of(slot) if len(self._exec_s) > 1 else 0][at]
+        exec_s = self._exec_s[self._model_of(slot)][at]
         if self._wait is not None and not self._wait.pays(backlog, exec_s):
             return False
         rank = self._policy.rank(backlog, load, self._found.lengths[at], exec_s)
