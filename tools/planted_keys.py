@@ -32,7 +32,7 @@ KEY_BUGS: Final = (
             "if failure is None:\n                    share.fill.commit()",
             "if True:\n                    share.fill.commit()",
         ),
-        ("python/transfer/test_keys_at_peers.py",),
+        ("python/transfer/test_fetch_keys.py",),
         build="python",
     ),
 )

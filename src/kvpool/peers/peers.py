@@ -17,7 +17,7 @@ from kvpool.peers.callback import PeerCallback, PeerEvent, RecallResult
 from kvpool.peers.info import PeerInfo
 from kvpool.peers.service import NetworkedPool
 from kvpool.transfer.key_fetch import fetch_keys
-from kvpool.transfer.peer_match import PeerKeyMatch, PeerMatch, names_of, wait_for_all
+from kvpool.transfer.peer_match import PeerKeyMatch, PeerMatch, ask_each, names_of
 from kvpool.types import Keys, TokenVector, TransferTotals
 from kvpool.types.addresses import AddressLike, with_instance
 
@@ -207,13 +207,14 @@ class Peers:
         """
         pool = self._pool
         wait = flag_from(wait, "wait")
+
+        def ask(name: str) -> PeerMatch:
+            return pool._match_at(name, tokens, namespace, hold, timeout)
+
         if isinstance(peer, str):
-            match = pool._match_at(peer, tokens, namespace, hold, timeout)
+            match = ask(peer)
             return match.wait() if wait else match
-        matches = [pool._match_at(name, tokens, namespace, hold, timeout) for name in names_of(peer)]
-        if wait:
-            wait_for_all(matches)
-        return matches
+        return ask_each(ask, names_of(peer), wait)
 
     @overload
     def match_keys(
@@ -277,14 +278,15 @@ class Peers:
         """
         pool = self._pool
         wait = flag_from(wait, "wait")
+
+        def ask(name: str) -> PeerKeyMatch:
+            return pool._match_keys_at(name, cache, keys, every, hold, timeout)
+
         if isinstance(peer, str):
-            match = pool._match_keys_at(peer, cache, keys, every, hold, timeout)
+            match = ask(peer)
             match.wait() if wait else None
             return match
-        matches = [pool._match_keys_at(name, cache, keys, every, hold, timeout) for name in names_of(peer)]
-        if wait:
-            wait_for_all(matches)
-        return matches
+        return ask_each(ask, names_of(peer), wait)
 
     def fetch_keys(
         self,
@@ -305,8 +307,10 @@ class Peers:
             peer: As in `match`.
             cache: As in `match_keys`.
             keys: As in `KeyedCache.match`. Peers are asked for at most 8,192 at a time.
-            timeout: Seconds for all of it; None: the setting ``timeout_s``.
-            ask_timeout: Seconds of these in which a peer must have answered a question; None: half of them.
+            timeout: Seconds for all of it, however many parts it has; None: the setting ``timeout_s``. What has come by
+                then is stored.
+            ask_timeout: Seconds of these in which a peer must have answered a question; None: half of them. A peer that
+                has not is not asked for the next parts.
 
         Returns:
             A KeyedMatch of all keys that are stored here now (``every=True``), wherever they came from: pinned until it

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from kvpool import _core
 from kvpool.errors import Cancelled, Error, OutOfBlocks
-from kvpool.transfer.peer_match import wait_for_all
+from kvpool.transfer.peer_match import ask_each
 from kvpool.types import Keys
 
 __all__ = ["KEYS_MAX", "FetchControl", "fetch_keys"]
@@ -42,16 +42,33 @@ class FetchControl:
     def __init__(self, failed: Callable[[str, Exception], None] | None = None) -> None:
         self._failed = failed
         self._transfers: list[_core.Transfer] = []
+        self._questions: list[_core.PeerKeyMatch] = []
         self._cancelled = False
         self._lock = threading.Lock()
 
+    @property
+    def cancelled(self) -> bool:
+        """Whether `cancel` was called."""
+        return self._cancelled
+
     def cancel(self) -> None:
-        """Nothing more is fetched. Blocks that have come are stored."""
+        """Nobody is asked any more, and nothing is fetched. Blocks that have come are stored."""
         with self._lock:
             self._cancelled = True
-            transfers = list(self._transfers)
+            questions, transfers = self._questions, list(self._transfers)
+        for question in questions:
+            question.close()
         for transfer in transfers:
             transfer.cancel()
+
+    def asking(self, questions: list[_core.PeerKeyMatch]) -> None:
+        """These take the place of those before. Closes them, too, if `cancel` was called."""
+        with self._lock:
+            self._questions = questions
+            cancelled = self._cancelled
+        if cancelled:
+            for question in questions:
+                question.close()
 
     def begun(self, transfer: _core.Transfer) -> None:
         """Cancels it, too, if `cancel` was called."""
@@ -62,9 +79,9 @@ class FetchControl:
             transfer.cancel()
 
     def failed(self, peer: str, error: Exception) -> None:
-        """A peer sent nothing. If that was because of `cancel`, it is not the peer's fault."""
+        """A peer sent nothing. If that may be because of `cancel`, it is not the peer's fault."""
         _log.info("blocks of %s were not fetched: %s", peer, error)
-        if self._failed is not None and not isinstance(error, Cancelled):
+        if self._failed is not None and not self._cancelled and not isinstance(error, Cancelled):
             self._failed(peer, error)
 
 
@@ -84,19 +101,52 @@ def fetch_keys(
     missing = rows[~here.found]
     if not len(missing) or not peers:
         return here
+    control = control or FetchControl()
     try:
         for first in range(0, len(missing), KEYS_MAX):
+            left = until - time.monotonic() if first else timeout  # the first part is asked for in any case
+            if left <= 0 or not peers or control.cancelled:
+                break
             part = missing[first : first + KEYS_MAX]
-            matches = [pool._match_keys_at(peer, cache, part, True, timeout, ask_timeout) for peer in peers]
-            try:
-                wait_for_all(matches)
-                _bring(pool, cache, part, matches, until, control or FetchControl())
-            finally:
-                for match in matches:
-                    match.close()
+            peers = _fetch_part(pool, cache, part, peers, left, ask_timeout, control)
         return cache.match(rows, every=True)
     finally:
         here.close()
+
+
+def _fetch_part(
+    pool: _core.Pool,
+    cache: _core.KeyedCache,
+    keys: npt.NDArray[np.uint8],
+    peers: Sequence[str],
+    left: float,
+    ask_timeout: float,
+    control: FetchControl,
+) -> list[str]:
+    """Asks for as many keys as one question has, and fetches, in the seconds that are left. Returns who answered."""
+    until = time.monotonic() + left
+    ask = min(ask_timeout, left)
+    matches = ask_each(lambda peer: pool._match_keys_at(peer, cache, keys, True, left, ask), peers, wait=False)
+    try:
+        control.asking(matches)
+        answered = _answers(matches, control)
+        _bring(pool, cache, keys, answered, until, control)
+        return [match.peer for match in answered]
+    finally:
+        for match in matches:
+            match.close()
+
+
+def _answers(matches: Sequence[_core.PeerKeyMatch], control: FetchControl) -> list[_core.PeerKeyMatch]:
+    """Waits for each; those that have an answer."""
+    answered = []
+    for match in matches:
+        failure = match.exception()
+        if failure is None:
+            answered.append(match)
+        else:
+            control.failed(match.peer, failure)
+    return answered
 
 
 @dataclass
@@ -112,7 +162,7 @@ def _bring(
     pool: _core.Pool,
     cache: _core.KeyedCache,
     keys: npt.NDArray[np.uint8],
-    matches: Sequence[_core.PeerKeyMatch],
+    answered: Sequence[_core.PeerKeyMatch],
     until: float,
     control: FetchControl,
 ) -> None:
@@ -120,7 +170,7 @@ def _bring(
     shares: list[_Share] = []
     full: OutOfBlocks | None = None
     try:
-        for match, chosen, addrs in _divided(len(keys), matches, control):
+        for match, chosen, addrs in _divided(len(keys), answered):
             done, size = 0, len(chosen)
             while done < len(chosen) and size:
                 part = slice(done, done + size)
@@ -149,16 +199,9 @@ def _bring(
 
 
 def _divided(
-    n: int, matches: Sequence[_core.PeerKeyMatch], control: FetchControl
+    n: int, answered: Sequence[_core.PeerKeyMatch]
 ) -> list[tuple[_core.PeerKeyMatch, npt.NDArray[np.intp], npt.NDArray[np.uint64]]]:
     """For each peer the keys that it is to send, and its addresses of them. Who has most sends most: few fetches."""
-    answered = []
-    for match in matches:
-        failure = match.exception()
-        if failure is None:
-            answered.append(match)
-        else:
-            control.failed(match.peer, failure)
     wanted = np.ones(n, bool)
     divided = []
     for match in sorted(answered, key=lambda one: -len(one.addrs)):

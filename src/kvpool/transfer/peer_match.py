@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Iterable
+from typing import Any, TypeVar
 
 from kvpool._core import PeerKeyMatch, PeerMatch
 from kvpool.errors import ArgumentTypeError
 from kvpool.waiting.coroutines import until_done
 
-__all__ = ["PeerKeyMatch", "PeerMatch", "names_of", "wait_for_all"]
+__all__ = ["PeerKeyMatch", "PeerMatch", "ask_each", "names_of"]
+
+_Match = TypeVar("_Match", bound=PeerMatch)
 
 
 def names_of(peers: object) -> list[str]:
@@ -22,15 +24,27 @@ def names_of(peers: object) -> list[str]:
     return list(peers)
 
 
-def wait_for_all(matches: Sequence[PeerMatch]) -> None:
-    """Returns when each has ended, with or without an answer. If a signal's handler raises, all are closed."""
+def ask_each(ask: Callable[[str], _Match], peers: Iterable[str], wait: bool) -> list[_Match]:
+    """Asks all peers at once.
+
+    Args:
+        ask: Asks one of them.
+        peers: Their names.
+        wait: Return when each question has ended, with or without an answer.
+
+    Raises:
+        Whatever `ask` raises, or a signal's handler meanwhile: then all questions are closed.
+    """
+    matches: list[_Match] = []
     try:
-        for match in matches:
+        matches.extend(map(ask, peers))
+        for match in matches if wait else ():
             match.exception()
     except BaseException:
         for match in matches:
             match.close()
         raise
+    return matches
 
 
 def _await(self: PeerMatch) -> Generator[Any, None, PeerMatch]:
