@@ -7,6 +7,7 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
+from re import fullmatch
 from typing import TYPE_CHECKING, Any
 
 from kvpool.cli.options_file import Options
@@ -191,23 +192,23 @@ def _events(endpoints: str, replays: str) -> dict[str, EventsSpec]:
     return {name: EventsSpec(endpoint, repeated.get(name)) for name, endpoint in published.items()}
 
 
-def _named(option: str, text: str) -> dict[str, str]:
+def _named(option: str, text: str, value_name: str = "ENDPOINT") -> dict[str, str]:
     named: dict[str, str] = {}
     for each in filter(None, map(str.strip, text.split(","))):
-        name, equals, value = each.partition("=")
-        if not equals or name in named:
-            raise ArgumentError(f"{option} {each!r}: it must be NAME=ENDPOINT, and each name once")
+        name, equals, value = map(str.strip, each.partition("="))
+        if not (name and equals and value) or name in named:
+            raise ArgumentError(f"{option} {each!r}: it must be NAME={value_name}, and each name once")
         named[name] = value
     return named
 
 
 def _ranks(text: str) -> dict[str, int]:
-    try:
-        return {name: int(count) for name, count in _named("--data-parallel", text).items()}
-    except ValueError as error:
-        if isinstance(error, ArgumentError):
-            raise
-        raise ArgumentError(f"--data-parallel {text!r}: it must be NAME=RANKS") from error
+    ranks = {}
+    for name, count in _named("--data-parallel", text, "RANKS").items():
+        if not fullmatch(r"[0-9]{1,9}", count):
+            raise ArgumentError(f"--data-parallel '{name}={count}': it must be NAME=RANKS, where RANKS is a number")
+        ranks[name] = int(count)
+    return ranks
 
 
 def _cluster(given: argparse.Namespace) -> ClusterSettings | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from policy.fleet import BLOCK, Fleet, prompt
 
 import kvpool
@@ -54,6 +55,34 @@ def test_a_failed_request_does_not_take_back_what_events_have_taught():
     untold = fleet.route(prompt(7))
     fleet.scheduler.failed(untold.ticket)
     assert tree.blocks(1) == 5
+
+
+@pytest.mark.parametrize("learn_at", ["dispatch", "response"])
+@pytest.mark.parametrize("how", ["finished", "failed"])
+def test_the_end_of_a_request_says_nothing_of_an_instance_that_came_back_under_the_same_id(learn_at, how):
+    """It comes back empty: what the one before has computed is gone."""
+    fleet = Fleet(1, learn_at=learn_at)
+    scheduler, tree = fleet.scheduler, fleet.scheduler.tree(Kind.COLOCATED)
+    late = fleet.route(prompt(5))
+    scheduler.remove_instance(1)
+    scheduler.add_instance(1)
+    if how == "failed":
+        fleet.serve(prompt(5))  # which the new one has
+    known = tree.blocks(1)
+    backlog_s = scheduler.backlog_s(1)
+    getattr(scheduler, how)(late.ticket)
+    assert (tree.blocks(1), scheduler.backlog_s(1), scheduler.in_flight) == (known, backlog_s, 0)
+
+
+def test_nor_does_it_of_the_instance_that_decodes():
+    fleet = Fleet(1, Kind.PREFILL)
+    scheduler = fleet.scheduler
+    scheduler.add_instance(2, Kind.DECODE)
+    late = fleet.route(prompt(5))
+    scheduler.remove_instance(2)
+    scheduler.add_instance(2, Kind.DECODE)
+    scheduler.finished(late.ticket)
+    assert (scheduler.tree(Kind.PREFILL).blocks(1), scheduler.tree(Kind.DECODE).blocks(2)) == (5, 0)
 
 
 def test_prompts_unused_for_their_time_to_live_are_forgotten():

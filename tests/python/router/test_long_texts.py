@@ -65,6 +65,23 @@ def test_the_time_for_a_text_is_bounded(monkeypatch):
     assert times == [8]
 
 
+def test_a_late_answer_is_charged_to_the_instance_that_was_asked(monkeypatch):
+    """It is ejected while a question is under way: what has come back since has failed nothing."""
+    with fakes("a") as one, routing(*one, tokenize="/tokenize") as running:
+        fleet, tokenizing = running.router.fleet, running.router._tokenizing
+        (instance,) = fleet
+
+        async def late(*_: Any) -> Any:
+            instance.epoch += 1
+            raise upstream.UpstreamError("no answer in time", sent=True) from TimeoutError()
+
+        monkeypatch.setattr(upstream.Asker, "post", late)
+        before = (instance.number, instance.epoch)
+        running.complete("x" * 100_000)
+        assert tokenizing._asked_long[before]._faults == 1
+        assert not any(each._faults for each in tokenizing._sources(instance, True))
+
+
 @pytest.mark.parametrize(("size", "times"), [(0, 1), (INLINE_BYTES, 1), (INLINE_BYTES + 1, 2), (4 * INLINE_BYTES, 4)])
 def test_a_long_body_may_have_as_many_values_as_short_ones_of_its_length(size, times):
     assert units(bytes(size)) == times

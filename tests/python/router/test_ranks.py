@@ -80,11 +80,26 @@ def test_ranks_that_cannot_be_are_refused(ranks, endpoint, message):
         by_rank([InstanceSpec("a", "http://h:1")], {"a": EventsSpec(endpoint)}, ranks)
 
 
-def test_two_instances_of_one_rank_are_refused(capsys):
+def test_two_instances_of_one_rank_are_refused():
     with pytest.raises(ArgumentError, match=r"http://h:1 \(rank 0\) is there twice"):
         RouterSettings((InstanceSpec("a", "http://h:1", rank=0), InstanceSpec("b", "http://h:1", rank=0)))
     for wrong in (-1, True, "1"):
         with pytest.raises(ArgumentError, match="must be a number"):
             InstanceSpec("a", "http://h:1", rank=wrong)
-    assert cli.main(["router", "--instances", "a=http://h:1", "--data-parallel", "a=x"]) != 0
-    assert "it must be NAME=RANKS" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        ("a=x", "--data-parallel 'a=x': it must be NAME=RANKS, where RANKS is a number"),
+        ("a=-1", "where RANKS is a number"),
+        ("a=2,b", "--data-parallel 'b': it must be NAME=RANKS, and each name once"),
+        ("a=2,a=3", "each name once"),
+        ("a=", "must be NAME=RANKS"),
+        ("a=0", "has 0 data-parallel ranks; 1 to 1024"),
+        ("c=2", "data-parallel ranks of c: no such instance"),
+    ],
+)
+def test_a_wrong_number_of_ranks_is_told_as_it_was_given(ranks, message, capsys):
+    assert cli.main(["router", "--instances", "a=http://h:1", "--data-parallel", ranks]) != 0
+    assert message in capsys.readouterr().err

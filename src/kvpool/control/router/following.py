@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kvpool.control.router.adapter_names import AdapterNames
 from kvpool.control.router.logs import event
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from kvpool.observe.events import EventSubscriber
 
 __all__ = ["Following"]
+
+_NEEDS: Final = "needs pyzmq and msgpack: pip install 'kvpool[events]'"
 
 
 class _Feed:
@@ -87,11 +89,13 @@ class Following:
         self._adapters = adapters
         self._followed: dict[int, _Followed] = {}  # by the instance's number
         self._not_followed: dict[int, Exception] = {}  # the log has these
+        self._subscribe: type[EventSubscriber] | None = None
+        self._unable = False  # packages are missing; the log says so
         if endpoints:
             try:
-                import kvpool.observe.events  # noqa: F401
+                self._subscribe = _subscriber()
             except ImportError as error:
-                raise Unsupported("--events needs pyzmq and msgpack: pip install 'kvpool[events]'") from error
+                raise Unsupported(f"--events {_NEEDS}") from error
 
     def publishes(self, instance: InstanceSpec) -> bool:
         """Whether an instance is to be followed."""
@@ -101,10 +105,11 @@ class Following:
         """Follows an instance from now on, if it publishes events. Idempotent; returns whether it is followed.
 
         False for a failure, too, which may pass (no file or thread is left, or another instance has the endpoint): call
-        it again after a while. One whose thread has failed is forgotten and followed anew.
+        it again after a while. One whose thread has failed is forgotten and followed anew. Without the packages for
+        events, which members of a cluster may publish unasked, nobody is followed.
         """
         spec, name = self._where(instance), instance.name
-        if spec is None:
+        if spec is None or self._unable:
             return False
         followed = self._followed.get(number)
         if followed is not None:
@@ -115,12 +120,16 @@ class Following:
         before = self._not_followed.get(number)
         if isinstance(before, ArgumentError):  # an address that ZMQ does not take
             return False
+        try:
+            subscribe = self._subscribe = self._subscribe or _subscriber()
+        except ImportError:
+            self._unable = True
+            event(logging.WARNING, "instances not followed", instance=name, cause=f"following KV events {_NEEDS}")
+            return False
         feed = _Feed(tree)
         try:
-            from kvpool.observe.events import EventSubscriber
-
             self._check_free(spec.endpoint)
-            subscriber = EventSubscriber(
+            subscriber = subscribe(
                 feed,
                 number,
                 spec.endpoint,
@@ -198,6 +207,13 @@ class Following:
             now = getattr(followed.subscriber, what)
             counter.labels(followed.name).inc(now - followed.counted[what])
             followed.counted[what] = now
+
+
+def _subscriber() -> type[EventSubscriber]:
+    """Raises ImportError where a package is missing. Importing takes a while: only a router that follows does."""
+    from kvpool.observe.events import EventSubscriber
+
+    return EventSubscriber
 
 
 _CAUSES = {

@@ -108,7 +108,7 @@ class Tokenizing:
         for known in sources:
             known.under_way += 1
         try:
-            tokens = await self._ask(instance, sources[0], headers, asked)
+            tokens = await self._ask(instance, sources, headers, asked)
         finally:
             for known in sources:
                 known.under_way -= 1
@@ -144,7 +144,11 @@ class Tokenizing:
             self._asked[key], self._asked_long[key] = TokenSource(), TokenSource()
         return (self._asked[key], self._asked_long[key]) if is_long else (self._asked[key],)
 
-    async def _ask(self, instance: Instance, known: TokenSource, headers: Mapping[str, str], asked: bytes) -> Tokens:
+    async def _ask(
+        self, instance: Instance, sources: tuple[TokenSource, ...], headers: Mapping[str, str], asked: bytes
+    ) -> Tokens:
+        """Faults are those of `sources`: meanwhile the instance may have been ejected, and be back as another one."""
+        known = sources[0]
         most = len(asked) + _TEMPLATE_TOKENS  # a byte is a token at most
         try:
             status, data = await self._asker.post(
@@ -157,10 +161,8 @@ class Tokenizing:
             )
         except UpstreamError as error:
             slow = isinstance(error.__cause__, TimeoutError)
-            if (
-                not error.ours and slow and len(asked) > INLINE_BYTES
-            ):  # a long text may just take long: others may go on
-                self._note(instance, self._sources(instance, True)[1], asked, f"{error}, of a long text")
+            if not error.ours and slow and len(sources) > 1:  # a long text may just take long: others may go on
+                self._note(instance, sources[1], asked, f"{error}, of a long text")
             elif not error.ours:
                 # One that has answered in time before may only have been busy, or the router was.
                 sure = not known.proven and len(asked) <= _SHORT_BYTES if slow else not error.sent

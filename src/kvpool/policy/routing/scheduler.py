@@ -36,6 +36,7 @@ TransferModel = KVTransfer | Callable[[int, int], KVTransfer | None]  # from an 
 class _Instance(NamedTuple):
     kind: Kind
     by_events: bool
+    incarnation: int  # no other one has it, not one of the same id either that was here before
 
 
 @dataclass(slots=True)
@@ -45,8 +46,10 @@ class _InFlight:
     tokens: Tokens
     namespace: str
     instance: int
+    incarnation: int  # of the instance
     work: int | None  # in the load table of prefill; None when it is done there
     decode: int | None
+    decode_incarnation: int | None
     decode_work: int | None
     learnt_from: int | None  # the first block that the instance was said to hold before it was so
 
@@ -104,6 +107,7 @@ class GlobalScheduler:
         self._kinds = dict.fromkeys(Kind, 0)  # how many there are
         self._in_flight: dict[int, _InFlight] = {}
         self._tickets = count(1)
+        self._incarnations = count(1)
 
     # ---- instances
 
@@ -134,11 +138,14 @@ class GlobalScheduler:
         own = self._models.checked(model)
         self._table(kind).add(instance, self._clock(), capacity, self._models.number(own))
         self._models.take(own)
-        self._instances[instance] = _Instance(kind, by_events)
+        self._instances[instance] = _Instance(kind, by_events, next(self._incarnations))
         self._kinds[kind] += 1
 
     def remove_instance(self, instance: int) -> None:
-        """Removes an instance and what it held. Its requests end by `failed`, as the router notices."""
+        """Removes an instance and what it held. Its requests end by `failed`, as the router notices.
+
+        How they end says nothing of an instance that joins under the same id.
+        """
         kind = self._known(instance).kind
         table = self._table(kind)
         number = table.model_of(table.slot(instance))
@@ -240,7 +247,17 @@ class GlobalScheduler:
         work = table.assign(slot, occupied_s, now)
         learnt = self._learn_dispatched(tokens, request.namespace, instance) if self._learn_at_dispatch else None
         ticket = next(self._tickets)
-        self._in_flight[ticket] = _InFlight(tokens, request.namespace, instance, work, decode, decode_work, learnt)
+        self._in_flight[ticket] = _InFlight(
+            tokens,
+            request.namespace,
+            instance,
+            self._instances[instance].incarnation,
+            work,
+            decode,
+            None if decode is None else self._instances[decode].incarnation,
+            decode_work,
+            learnt,
+        )
         return Decision(ticket, instance, cached, tuple(holders), fetch, queue_s, spent_s, decode, decode_cached)
 
     def first_token(self, ticket: int) -> None:
@@ -266,10 +283,10 @@ class GlobalScheduler:
         flight = self._flight(ticket)
         tokens = np.concatenate([flight.tokens, generated]) if len(generated) else flight.tokens
         if flight.decode is None:
-            self._learn_response(tokens, flight.namespace, flight.instance)
+            self._learn_response(tokens, flight.namespace, flight.instance, flight.incarnation)
         else:
-            self._learn_response(flight.tokens, flight.namespace, flight.instance)
-            self._learn_response(tokens, flight.namespace, flight.decode)
+            self._learn_response(flight.tokens, flight.namespace, flight.instance, flight.incarnation)
+            self._learn_response(tokens, flight.namespace, flight.decode, flight.decode_incarnation)
         self._end(ticket, done=True)
 
     def failed(self, ticket: int) -> None:
@@ -281,7 +298,7 @@ class GlobalScheduler:
         flight = self._flight(ticket)
         if flight.work is not None:
             self._prefill.finish(flight.instance, flight.work, self._clock(), done=False)
-            known = self._instances.get(flight.instance)
+            known = self._still_there(flight.instance, flight.incarnation)
             if flight.learnt_from is not None and known is not None and not known.by_events:
                 tree = self._trees[known.kind]
                 tree.remove(flight.tokens, flight.instance, flight.learnt_from, flight.namespace)
@@ -341,9 +358,14 @@ class GlobalScheduler:
                 best, best_gain_s = Fetch(*holder, transfer_s, saved_s), saved_s - transfer_s
         return best
 
-    def _learn_response(self, tokens: Tokens, namespace: str, instance: int) -> None:
-        """Notes that the instance holds these, unless its events are followed."""
+    def _still_there(self, instance: int, incarnation: int | None) -> _Instance | None:
+        """None if it has left, though another one may have come under its id: that one holds nothing of it."""
         known = self._instances.get(instance)
+        return None if known is None or known.incarnation != incarnation else known
+
+    def _learn_response(self, tokens: Tokens, namespace: str, instance: int, incarnation: int | None) -> None:
+        """Notes that the instance holds these, unless its events are followed."""
+        known = self._still_there(instance, incarnation)
         if known is not None and not known.by_events:
             self._trees[known.kind].insert(tokens, instance, namespace)
 
