@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from re import fullmatch
+from typing import Any, Final
 
+from kvpool.cluster.listen_addresses import check_can_be_called
 from kvpool.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["check_amount", "check_cluster", "check_known", "check_memory"]
+__all__ = ["GIB", "check_amount", "check_cluster", "check_known", "check_memory", "how_many"]
+
+GIB: Final = 1 << 30
 
 _OF_CLUSTERS = ("lease", "heartbeat", "timeout", "tls_ca", "tls_cert", "tls_key", "user")
 
@@ -36,6 +40,26 @@ def check_memory(where: str, given: Mapping[str, Any], count: str) -> None:
         check_amount(where, count, given[count], (int,))
 
 
+def how_many(where: str, gib: float, bytes_each: int, what: str) -> int:
+    """How many blocks, or whatever is kept, fit into so much memory.
+
+    Args:
+        where: As above.
+        gib: The memory; the option ``dram_gib``.
+        bytes_each: Of one block.
+        what: What it is, for the error, such as "a block of this model".
+
+    Raises:
+        ArgumentError: Not even one fits.
+    """
+    count = int(gib * GIB) // bytes_each
+    if not count:
+        raise ArgumentError(
+            f"{where}: dram_gib is {gib}, and {what} has {bytes_each} bytes: not even one fits", bytes_each=bytes_each
+        )
+    return count
+
+
 def check_amount(where: str, name: str, value: Any, types: tuple[type, ...]) -> None:
     """Raises ArgumentTypeError for what is no number of these types, ArgumentError for one out of range."""
     if isinstance(value, bool) or not isinstance(value, types):
@@ -46,7 +70,7 @@ def check_amount(where: str, name: str, value: Any, types: tuple[type, ...]) -> 
 
 
 def check_cluster(where: str, given: Mapping[str, Any], of_members: Collection[str]) -> None:
-    """Checks ``name``, ``cluster``, ``cluster_options``, and that what is for members comes with ``cluster``.
+    """Checks ``name``, ``cluster``, ``cluster_options``, ``listen``, and that what is for members has ``cluster``.
 
     Args:
         where: As above.
@@ -54,7 +78,8 @@ def check_cluster(where: str, given: Mapping[str, Any], of_members: Collection[s
         of_members: The options that only a member of a cluster needs.
 
     Raises:
-        ArgumentError: One of them stands there without ``cluster``; or an option of the cluster is unknown.
+        ArgumentError: One of them stands there without ``cluster``; or an option of the cluster is unknown; or an
+            address is none, or none that others can call.
         ArgumentTypeError: One has the wrong type.
     """
     for name in ("name", "cluster"):
@@ -72,4 +97,22 @@ def check_cluster(where: str, given: Mapping[str, Any], of_members: Collection[s
         )
     alone = [name for name in of_members if name in given]
     if alone and not given.get("cluster"):
-        raise ArgumentError(f"{where}: {', '.join(alone)} is for a member of a cluster: give cluster, too")
+        verb = "is" if len(alone) == 1 else "are"
+        raise ArgumentError(f"{where}: {', '.join(alone)} {verb} for a member of a cluster: give cluster, too")
+    _check_listen(where, given.get("listen"))
+
+
+def _check_listen(where: str, listen: Any) -> None:
+    """As `Pool.attach` would, which comes later and perhaps in another process."""
+    addresses = [listen] if isinstance(listen, str) else [] if listen is None else listen
+    if not isinstance(addresses, list | tuple) or not all(isinstance(each, str) for each in addresses):
+        raise ArgumentTypeError(f"{where}: listen must be an address or a list of addresses, not {listen!r}")
+    if listen is not None and not addresses:
+        raise ArgumentError(f"{where}: listen is empty: a member needs at least one address")
+    for each in addresses:
+        if not fullmatch(r"unix:[/@].+|tcp:.+:[0-9]{1,5}", each):
+            raise ArgumentError(
+                f"{where}: listen has {each!r}, which is no address: give unix:/path, unix:@name or tcp:HOST:PORT",
+                address=each,
+            )
+        check_can_be_called(each)

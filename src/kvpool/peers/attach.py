@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import ipaddress
 import logging
 import secrets
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 from kvpool import _core
 from kvpool.cluster import Cluster, Role
 from kvpool.cluster.event_endpoints import check_event_endpoint
+from kvpool.cluster.listen_addresses import check_can_be_called
 from kvpool.errors import ArgumentError, ArgumentTypeError, Error, StateError
 from kvpool.peers.attachment import Attachment, load_of
 from kvpool.peers.service import NetworkedPool
@@ -55,7 +55,7 @@ def attach(
         if address.startswith("tcp:") and not wanted.secret:
             raise ArgumentError(f"listen: {address} needs a secret: give every member's pool the same setting secret")
         _core._check_listen_address(address, bool(wanted.secret))
-        _check_can_be_called(address)
+        check_can_be_called(address)
     with _service(pool, wanted):
         endpoints = [pool._listen(address) for address in addresses]
         stats = pool._stats()
@@ -121,16 +121,6 @@ def _addresses(cluster: Cluster, listen: object) -> list[str]:
     if not given:
         raise ArgumentError("listen is empty: a member needs at least one address")
     return list(given)
-
-
-def _check_can_be_called(address: str) -> None:
-    """Refuses a wildcard address, because peers get the address as given. It is a valid address."""
-    host = address.removeprefix("tcp:").rpartition(":")[0].strip("[]")
-    every = host == "*"
-    with contextlib.suppress(ValueError):  # a name
-        every = every or ipaddress.ip_address(host).is_unspecified
-    if every:
-        raise ArgumentError(f"listen: {address} is a wildcard: give the address or host name that others connect to")
 
 
 def _layout_json(layout: KVLayout | RawLayout) -> dict[str, Any]:

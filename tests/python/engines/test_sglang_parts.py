@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import kvpool
+from kvpool.engines.given import GIB
 from kvpool.engines.sglang import TESTED
-from kvpool.engines.sglang.options import GIB, LinkerOptions, Options
+from kvpool.engines.sglang.options import HiCacheOptions, LinkerOptions, Options
 from kvpool.engines.sglang.store import hex_keys_of
 
 torch = pytest.importorskip("torch")
@@ -36,6 +37,24 @@ def test_options_have_defaults_and_are_checked():
             Options.parse(wrong)
     with pytest.raises(kvpool.ArgumentError, match="page of this model has"):
         Options.parse({"dram_gib": 1}).pages(2 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"name": "a"}, "name is for a member of a cluster"),
+        ({"model": "m"}, "model is for a member of a cluster"),
+        ({"fetch_timeout_s": 1.0, "listen": "unix:@a"}, "listen, fetch_timeout_s are for a member"),
+        ({"cluster": "local://a"}, "needs model"),
+        ({"cluster": "local://a", "model": "m", "listen": "unix:a"}, "no address"),
+        ({"cluster": "local://a", "model": "m", "listen": "tcp:[::]:0"}, "wildcard"),
+    ],
+)
+def test_options_of_members_are_checked_when_they_are_read(extra, words):
+    with pytest.raises(kvpool.ArgumentError, match=words):
+        HiCacheOptions.parse(extra)
+    member = {"cluster": "local://a", "model": "m", "listen": ["unix:@a", "tcp:[::1]:0"]}
+    assert HiCacheOptions.parse(member).listen == member["listen"]
 
 
 def test_keys_of_another_form_are_hashed_and_stay_apart():

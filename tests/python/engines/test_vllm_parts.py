@@ -15,11 +15,12 @@ import torch
 from engines.vllm_kit import Request
 
 import kvpool
+from kvpool.engines.given import GIB
 from kvpool.engines.packing import declare, marked, unmarked
 from kvpool.engines.vllm import TESTED, engine_pool, plans
 from kvpool.engines.vllm.figures import FIGURES, Figures
 from kvpool.engines.vllm.layouts import Pages, adoption_of, pages_of
-from kvpool.engines.vllm.options import GIB, Options
+from kvpool.engines.vllm.options import Options
 from kvpool.engines.vllm.packings import packing_of
 from kvpool.engines.vllm.requests import TokenArray, namespace_of
 from kvpool.engines.vllm.supported import check_shared, check_stages, check_supported
@@ -53,6 +54,12 @@ def test_options_have_defaults_and_a_size():
         ({"cluster": 3}, kvpool.ArgumentTypeError, "cluster must be a text"),
         ({"by_layer": True}, kvpool.ArgumentError, "by_layer is for a member of a cluster"),
         ({"cluster": "", "listen": "tcp:127.0.0.1:0"}, kvpool.ArgumentError, "listen is for a member"),
+        ({"cluster": "local://a", "listen": 7000}, kvpool.ArgumentTypeError, "listen must be an address or a list"),
+        ({"cluster": "local://a", "listen": ["tcp:h:1", 2]}, kvpool.ArgumentTypeError, "listen must be an address"),
+        ({"cluster": "local://a", "listen": []}, kvpool.ArgumentError, "listen is empty"),
+        ({"cluster": "local://a", "listen": "10.0.0.1:7000"}, kvpool.ArgumentError, "'10.0.0.1:7000'.*no address"),
+        ({"cluster": "local://a", "listen": "tcp:10.0.0.1"}, kvpool.ArgumentError, "no address"),
+        ({"cluster": "local://a", "listen": ["unix:@a", "tcp:0.0.0.0:7000"]}, kvpool.ArgumentError, "wildcard"),
         ({"cluster": "local://a", "by_layer": "yes"}, kvpool.ArgumentTypeError, "by_layer must be true or false"),
         ({"pull": True}, kvpool.ArgumentError, "pull is for a member of a cluster"),
         ({"cluster": "local://a", "pull": 1}, kvpool.ArgumentTypeError, "pull must be true or false"),

@@ -6,18 +6,16 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
-from kvpool.engines.given import check_amount, check_cluster, check_known, check_memory
+from kvpool.engines.given import check_amount, check_cluster, check_known, check_memory, how_many
 from kvpool.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["GIB", "HiCacheOptions", "LinkerOptions", "Options"]
-
-GIB = 1 << 30
+__all__ = ["HiCacheOptions", "LinkerOptions", "Options"]
 
 _Own = TypeVar("_Own", bound="Options")
 
 
 _WHERE: Final = "the configuration"
-_OF_MEMBERS: Final = ("cluster_options", "listen", "fetch_timeout_s")
+_OF_MEMBERS: Final = ("name", "model", "cluster_options", "listen", "fetch_timeout_s")
 
 
 @dataclass(frozen=True)
@@ -60,12 +58,7 @@ class Options:
         """
         if self.dram_pages is not None:
             return self.dram_pages
-        pages = int(self.dram_gib * GIB) // page_bytes
-        if not pages:
-            raise ArgumentError(
-                f"dram_gib is {self.dram_gib}, and a page of this model has {page_bytes} bytes", page_bytes=page_bytes
-            )
-        return pages
+        return how_many(_WHERE, self.dram_gib, page_bytes, "a page of this model")
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvpool.cluster import Cluster, Member
+from kvpool.engines.given import how_many
 from kvpool.engines.packing import declare, unmarked
 from kvpool.engines.transformers.layouts import check_content, check_pool
 from kvpool.errors import ArgumentError, ArgumentTypeError, LayoutMismatch, PeerLost
@@ -19,7 +20,6 @@ from kvpool.types import KVLayout
 
 __all__ = ["pool_beside", "pool_in_dram"]
 
-_GIB = 1 << 30
 _FETCH_S = 5.0
 
 
@@ -37,9 +37,9 @@ def pool_in_dram(layout: KVLayout, gib: float, blocks: int | None, settings: Map
         OutOfMemory: The machine has too little.
     """
     if blocks is None:
-        blocks = int(gib * _GIB) // layout.block_bytes
+        blocks = how_many("the prompt store", gib, layout.block_bytes, f"a block of {layout.block_tokens} tokens")
     if blocks < 1:
-        raise ArgumentError(f"{gib} GiB hold no block of {layout.block_bytes} bytes ({layout.block_tokens} tokens)")
+        raise ArgumentError(f"dram_blocks is {blocks}; it must be at least 1")
     return Pool(layout, dram_blocks=blocks, **settings)
 
 

@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from kvpool.engines.given import check_amount, check_cluster, check_known, check_memory
-from kvpool.errors import ArgumentError, ArgumentTypeError
+from kvpool.engines.given import check_amount, check_cluster, check_known, check_memory, how_many
+from kvpool.errors import ArgumentTypeError
 
-__all__ = ["GIB", "Options", "replica_ending", "replica_of"]
+__all__ = ["Options", "replica_ending", "replica_of"]
 
-GIB = 1 << 30
 _REPLICA = re.compile(r"_dp(\d+)\Z")
 _WHERE: Final = "kv_connector_extra_config"
 _OF_MEMBERS = ("cluster_options", "listen", "url", "by_layer", "pull", "transfer_timeout_s")
@@ -117,11 +116,4 @@ class Options:
         """
         if self.dram_blocks is not None:
             return self.dram_blocks
-        blocks = int(self.dram_gib * GIB) // (block_bytes * workers)
-        if not blocks:
-            raise ArgumentError(
-                f"kv_connector_extra_config: dram_gib is {self.dram_gib}, and a block of this model has {block_bytes} "
-                "bytes",
-                block_bytes=block_bytes,
-            )
-        return blocks
+        return how_many(_WHERE, self.dram_gib, block_bytes * workers, "a block of this model")

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from kvpool import _core
-from kvpool.engines.given import check_amount, check_cluster, check_known, check_memory
+from kvpool.engines.given import check_amount, check_cluster, check_known, check_memory, how_many
 from kvpool.engines.keyed_members import KeyedMembers, cache_name
 from kvpool.engines.membership import Membership
-from kvpool.engines.vllm.options import GIB, replica_ending
+from kvpool.engines.vllm.options import replica_ending
 from kvpool.errors import ArgumentError, ArgumentTypeError, LayoutMismatch
 from kvpool.pool import Pool
 from kvpool.types import RawLayout
@@ -96,14 +96,7 @@ class TierOptions:
         """How many blocks the tier holds. Raises ArgumentError if not even one fits."""
         if self.dram_blocks is not None:
             return self.dram_blocks
-        blocks = int(self.dram_gib * GIB) // block_bytes
-        if not blocks:
-            raise ArgumentError(
-                f"the tier kvpool: dram_gib is {self.dram_gib}, and a block of vLLM's primary tier has {block_bytes} "
-                "bytes",
-                block_bytes=block_bytes,
-            )
-        return blocks
+        return how_many(_WHERE, self.dram_gib, block_bytes, "a block of vLLM's primary tier")
 
 
 class Keys:
