@@ -11,7 +11,7 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool import _core
+from kvpool.engines.avoided import Avoided
 from kvpool.engines.membership import Membership
 from kvpool.errors import ArgumentError, Error, LayoutMismatch, Unsupported
 from kvpool.pool import Pool
@@ -61,17 +62,25 @@ class KeyedMembers:
         membership: The pool's; it is closed by `close`.
         ending: Of the names of the members to ask; "": all.
         fetch_seconds: For one fetch.
+        clock: Seconds from any start.
     """
 
     def __init__(
-        self, pool: Pool, cache: _core.KeyedCache, membership: Membership, ending: str, fetch_seconds: float
+        self,
+        pool: Pool,
+        cache: _core.KeyedCache,
+        membership: Membership,
+        ending: str,
+        fetch_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pool = pool
         self._cache = cache
         self._membership = membership
         self._ending = ending
         self._fetch_seconds = fetch_seconds
-        self._avoided: dict[str, float] = {}  # until when
+        self._clock = clock
+        self._avoided = Avoided(clock)
         self._fetches: set[FetchControl] = set()
         self._hurries = 0
         self._lock = threading.Lock()  # of these
@@ -83,16 +92,11 @@ class KeyedMembers:
 
     def asked(self) -> list[str]:
         """The members to ask now."""
-        now = time.monotonic()
-        with self._lock:
-            self._avoided = {name: until for name, until in self._avoided.items() if until > now}
-            names = [
-                name for name in self._membership.others() if name.endswith(self._ending) and name not in self._avoided
-            ]
+        names = self._avoided.without(self._like())
         if len(names) <= ASKED_MAX:
             return names
         # A load asks those that the look-up before it has asked: what was found is fetched.
-        turn = f"{now // _TURN_SECONDS} {self.name} "
+        turn = f"{self._clock() // _TURN_SECONDS} {self.name} "
         return sorted(names, key=lambda name: hashlib.sha256((turn + name).encode()).digest())[:ASKED_MAX]
 
     def ask(self, keys: Sequence[Any], hold: float) -> list[_core.PeerKeyMatch]:
@@ -177,5 +181,8 @@ class KeyedMembers:
             _log.warning("kvpool does not share blocks with %s: %s", name, error)
         elif not isinstance(error, Error):
             raise error
-        with self._lock:
-            self._avoided[name] = time.monotonic() + (_OTHER_SECONDS if other else _SILENT_SECONDS)
+        self._avoided.add(name, _OTHER_SECONDS if other else _SILENT_SECONDS)
+
+    def _like(self) -> list[str]:
+        """The other members that have the same part of the same pages, as far as their names say so."""
+        return [name for name in self._membership.others() if name.endswith(self._ending)]

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool import _core
+from kvpool.engines.avoided import Avoided
 from kvpool.engines.vllm.figures import Figures
 from kvpool.engines.vllm.groups import Groups
 from kvpool.engines.vllm.pulled import Fetch, TailFetch, begin_fetch
@@ -105,7 +106,7 @@ class Pulls:
         self._from_all = from_all
         self._clock = clock
         self._pulls: dict[str, _Pull] = {}
-        self._silent: dict[str, float] = {}  # members that have not answered, and until when they are not asked
+        self._silent = Avoided(clock)  # members that have not answered
         self._dropped: list[TailFetch] = []  # that have not ended yet
 
     def add(self, request_id: str, namespace: str, peer: str = "", digests: Digests | None = None) -> None:
@@ -187,8 +188,8 @@ class Pulls:
             self._failed(pull, error)
 
     def _ask(self, pull: _Pull, wanted: npt.NDArray[np.int32]) -> None:
-        now, left_s = self._clock(), self._left_s(pull)
-        peers = [peer for peer in pull.peers if self._silent.get(peer, now) <= now]
+        left_s = self._left_s(pull)
+        peers = self._silent.without(pull.peers)
         if not peers:
             self._failed(pull, "it has not answered lately")
             return
@@ -271,7 +272,7 @@ class Pulls:
         self._end(pull)
 
     def _has_not_answered(self, peer: str) -> None:
-        self._silent[peer] = self._clock() + _SILENT_S
+        self._silent.add(peer, _SILENT_S)
 
     def _failed(self, pull: _Pull, why: Exception | str | None) -> None:
         level = logging.WARNING if pull.named else logging.DEBUG  # members of another model always refuse
