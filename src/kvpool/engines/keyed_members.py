@@ -36,6 +36,7 @@ ASK_SECONDS: Final = 0.05
 """In which a member must answer a look-up."""
 
 _TURN_SECONDS: Final = 10.0  # for which the same members are asked
+_FOUND_SECONDS: Final = 10.0  # after a look-up, for which loads ask who had something, though others have the turn
 _SILENT_SECONDS: Final = 2.0  # for which a member is not asked that was lost, was too slow, or has no such cache now
 _OTHER_SECONDS: Final = 60.0  # and one whose blocks are others, or that is too old
 
@@ -81,6 +82,7 @@ class KeyedMembers:
         self._fetch_seconds = fetch_seconds
         self._clock = clock
         self._avoided = Avoided(clock)
+        self._found: dict[str, float] = {}  # members that had something, and until when loads ask them
         self._fetches: set[FetchControl] = set()
         self._hurries = 0
         self._lock = threading.Lock()  # of these
@@ -95,7 +97,6 @@ class KeyedMembers:
         names = self._avoided.without(self._like())
         if len(names) <= ASKED_MAX:
             return names
-        # A load asks those that the look-up before it has asked: what was found is fetched.
         turn = f"{self._clock() // _TURN_SECONDS} {self.name} "
         return sorted(names, key=lambda name: hashlib.sha256((turn + name).encode()).digest())[:ASKED_MAX]
 
@@ -114,7 +115,11 @@ class KeyedMembers:
         """Which keys a member has; None if it has not said. Waits for the answer."""
         error = match.exception()
         if error is None:
-            return match.found
+            found = match.found
+            if found.any():
+                with self._lock:
+                    self._found[match.peer] = self._clock() + _FOUND_SECONDS
+            return found
         self._avoid(match.peer, error)
         return None
 
@@ -147,7 +152,7 @@ class KeyedMembers:
             self._fetches.add(control)
             hurried = self._hurries > 0
         try:
-            peers = [] if hurried else self.asked()
+            peers = [] if hurried else self._to_load_from()
             return fetch_keys(self._pool, self._cache, peers, list(keys), self._fetch_seconds, ASK_SECONDS, control)
         finally:
             with self._lock:
@@ -182,6 +187,16 @@ class KeyedMembers:
         elif not isinstance(error, Error):
             raise error
         self._avoided.add(name, _OTHER_SECONDS if other else _SILENT_SECONDS)
+
+    def _to_load_from(self) -> list[str]:
+        """The members to ask now, and those that look-ups before have found something at: their turn may be over."""
+        now = self._clock()
+        with self._lock:
+            self._found = {name: until for name, until in self._found.items() if until > now}
+            found = set(self._found)
+        asked = self.asked()
+        late = found.difference(asked)
+        return asked + self._avoided.without(name for name in self._like() if name in late) if late else asked
 
     def _like(self) -> list[str]:
         """The other members that have the same part of the same pages, as far as their names say so."""

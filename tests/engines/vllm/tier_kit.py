@@ -7,6 +7,7 @@ import itertools
 import os
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import wait
 from typing import Any
 
 import numpy as np
@@ -81,7 +82,7 @@ class Offloading:
     def step(self) -> None:
         """A step of the scheduler, and all that the tier does after it."""
         self.manager.on_schedule_end(ScheduleEndContext((), ()))
-        self.tier.drain_jobs()
+        wait(self.tier._jobs)
 
     def store(self, own: Sequence[OffloadKey]) -> bool:
         """What the engine has computed goes to the primary tier, and from there to kvpool's."""

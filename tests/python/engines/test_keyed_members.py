@@ -15,6 +15,7 @@ from kit import small_layout, small_pool
 from transfer.kit import NEAR, Child, address_of, eventually, local_settings
 
 import kvpool
+from kvpool.engines.avoided import Avoided
 from kvpool.engines.keyed_members import ASKED_MAX, KeyedMembers
 from kvpool.engines.vllm.tier_members import Elsewhere, TierMembers
 
@@ -82,6 +83,30 @@ def test_for_a_while_the_same_members_are_asked_and_then_others(pool: kvpool.Poo
         now += 10
         seen.update(members.asked())
     assert seen == set(names)  # each one has its turn
+
+
+def test_a_load_asks_who_had_it_when_it_was_looked_up_though_others_have_the_turn(
+    pool: kvpool.Pool, owner: kvpool.KeyedCache
+) -> None:
+    now = 1000.0
+    names = [f"m{at}" for at in range(40)]
+    members = made(pool, *names, "there", clock=lambda: now)
+    while "there" not in members.asked():
+        now += 10
+    assert members.find(KEYS[:3]).all()
+    now = 1000.0 + 10 * ((now - 1000.0) // 10) + 9.9  # its turn ends
+    members._avoided = Avoided(lambda: now)
+    assert "there" in members.asked()
+    assert members.find(KEYS[:3]).all()
+    while "there" in members.asked():
+        now += 0.2
+    assert "there" in members._to_load_from()
+    with members.bring(KEYS[:3]) as here:
+        assert here.first == 3
+    now += 10.0
+    while "there" in members.asked():
+        now += 10
+    assert "there" not in members._to_load_from()
 
 
 def test_a_member_that_fails_is_left_out_for_a_while(pool: kvpool.Pool, owner: kvpool.KeyedCache) -> None:

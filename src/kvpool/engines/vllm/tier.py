@@ -173,14 +173,19 @@ class KvpoolTier(SecondaryTierManager):  # type: ignore[misc]
             _guarded("ask for", members.step_ended, None)
 
     def drain_jobs(self) -> None:
-        """Returns when all submitted jobs have ended."""
-        wait(self._jobs)
+        """Returns when all submitted jobs have ended. Nothing is fetched from other members meanwhile.
+
+        A fetch that is under way is cancelled: blocks that have not come are told as not loaded. Nothing that is being
+        copied from or to the primary tier is. A member that has stopped while it sends is waited for until the fetch's
+        deadline, as it may still write.
+        """
+        with self._hurried():
+            wait(self._jobs)
 
     def shutdown(self) -> None:
         """Ends all jobs and threads, and gives the memory back; that of a store with a name stays. Idempotent."""
         members, self._members = self._members, None
-        hurried = contextlib.nullcontext() if self._store.members is None else self._store.members.hurry()
-        with hurried:  # what other members have is not waited for
+        with self._hurried():
             for threads in self._threads.values():
                 threads.shutdown(wait=True)
         if members is not None:
@@ -216,6 +221,11 @@ class KvpoolTier(SecondaryTierManager):  # type: ignore[misc]
         return stats
 
     # ----
+
+    def _hurried(self) -> contextlib.AbstractContextManager[None]:
+        """What other members have is not waited for."""
+        members = self._store.members
+        return contextlib.nullcontext() if members is None else members.hurry()
 
     def _size(self) -> tuple[int, int]:
         return self._store.cache.stats()["blocks_max"], self._store.cache.block_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 
 import kvpool
 from kvpool.engines.vllm.tier_store import Keys, TierOptions, TierStore, close_store, open_store
+from kvpool.transfer.key_fetch import FetchControl
 
 PRIMARY = 8
 TIER = {"dram_blocks": 16, "model": "tiny, revision 1"}
@@ -159,6 +161,44 @@ def test_a_block_that_cannot_be_loaded_or_dropped_is_a_miss(
         a.tier.submit_load(TransferJob(7, keys(0, 1), np.array([0], np.int32), True, a.request()))
         a.tier.drain_jobs()
         assert a.tier.lookup(key(0), a.request()) is LookupResult.MISS
+
+
+def test_who_drains_waits_for_no_fetch(engines: tuple[Offloading, Offloading], monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's scheduler waits meanwhile. The next load fetches again."""
+    a, b = engines
+    a.store(keys(0, 2))
+    context = b.request()
+    eventually(lambda: known_by_tier(b, context) == [LookupResult.HIT] * 2)
+    begun, cancelled = threading.Event(), threading.Event()
+    cancel = FetchControl.cancel
+
+    def fetch(*_: Any, **__: Any) -> Any:
+        begun.set()
+        cancelled.wait(20)
+        raise kvpool.PeerLost("the test says so")
+
+    def noted(control: FetchControl) -> None:
+        cancel(control)
+        cancelled.set()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(b.tier._store.pool, "fetch", fetch)
+        patch.setattr(FetchControl, "cancel", noted)
+        b.tier.submit_load(TransferJob(7, keys(0, 2), np.array([0, 1], np.int32), True, context))
+        begun.wait()
+        b.tier.drain_jobs()
+    assert cancelled.is_set()
+    (told,) = b.tier.get_finished_jobs()
+    assert (told.job_id, told.success) == (7, False)
+    assert b.tier._store.members.asked() == ["a-tier"]  # it was not the member's fault
+    with b.tier._store.members.bring(b.tier._keys.of(keys(0, 2))) as here:
+        assert here.first == 2
+
+
+def known_by_tier(engine: Offloading, context: Any) -> list[LookupResult]:
+    told = [engine.tier.lookup(name, context) for name in keys(0, 2)]
+    engine.tier.on_schedule_end(None)
+    return told
 
 
 def test_alone_it_puts_nothing_off(url: str) -> None:
