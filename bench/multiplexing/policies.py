@@ -7,6 +7,8 @@ measurement. The largest rate is 20 requests a second, and half and double of th
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from dataclasses import replace
 from random import Random
 from time import thread_time
 from typing import Any
@@ -26,6 +28,12 @@ _CAPACITY = 5_000_000  # units of 16 KiB in 80 GB
 _SIZES = ["llama-2-7b"] * 12 + ["llama-2-13b"] * 4 + ["qwen2.5-32b"] * 2 + ["llama-2-70b"]
 _PROMPT, _OUTPUT = 161, 338
 _EXPONENT = 0.9
+_TOKENS, _UNITS = 16, 32  # of a block: a unit is 16 KiB, and a token of a model of 7B in half precision 32 of them
+_WARM_UP = 200  # steps
+_STEADY, _PRESSURE = (
+    1.1,
+    1.0,
+)  # the memory, as a multiple of what requests hold at first: prompts wait, decode does, too
 
 
 class Subject:
@@ -47,28 +55,13 @@ class Subject:
         reclaiming = summarize(time_calls(lambda units: mux.reclaim(tier, "m0", units), asked))
         return {"adapt_us": adapting.median_us, "reclaim_us": reclaiming.median_us}
 
-    def schedule(self, repeats: int) -> float:
-        """Median in microseconds of a step of ADBS: all models have 8 prompts and 64 requests."""
-        dice = Random(2)
-        times = []
-        for _ in range(repeats):
-            models = [
-                mux.ModelQueues(
-                    f"m{at}",
-                    tuple(mux.Waiting(each, dice.randrange(100, 2000)) for each in range(8)),
-                    tuple(mux.Waiting(each, int(dice.random() < 0.06)) for each in range(100, 164)),
-                    quota=_CAPACITY // _MODELS,
-                    used=dice.randrange(_CAPACITY // _MODELS),
-                    prefill_share=0.4,
-                    decode_share=0.1,
-                )
-                for at in range(_MODELS)
-            ]
-            state = mux.State(models, dice.randrange(_CAPACITY))
-            passed = mux.started(state, mux.ADBS().step(state)).turns
-            state = mux.State(models, state.available, turns=passed)
-            times += time_calls(mux.ADBS().step, [state])
-        return summarize(times).median_us
+    def schedule(self, steps: int, memory: float) -> dict[str, float]:
+        """Microseconds of steps of ADBS, one after the other, in a memory that is full: see `Engine`."""
+        engine = Engine(Random(2), memory)
+        for _ in range(_WARM_UP):
+            engine.step()
+        sample = summarize([engine.step() for _ in range(steps)])
+        return {"median_us": sample.median_us, "p99_us": sample.p99_us, **engine.seen()}
 
     def place(self, rate: float) -> dict[str, Any]:
         """Processor time in seconds of the placement, and what it serves."""
@@ -92,6 +85,122 @@ class Subject:
         models = served(names, [dice.uniform(0.2, 25.0) for _ in names])
         gpus = mux.Machines(1, 4, int(0.9 * 80e9))
         return 100 * mux.place(models, gpus).throughput / mux.exhaustive(models, gpus).throughput
+
+
+class Engine:
+    """32 models that run by ADBS, with 64 requests and 8 prompts each: each answer that ends makes a prompt come.
+
+    Half of the running jobs end between two steps. A token more takes a block for one request in sixteen. An answer
+    ends with a probability of 1 / 338 a token. If nothing can go on, the request that `preemption` names starts anew.
+
+    Args:
+        dice: For lengths and ends.
+        memory: The capacity, as a multiple of what the requests hold at first.
+    """
+
+    def __init__(self, dice: Random, memory: float) -> None:
+        self._dice = dice
+        self._next = 0
+        self._held: dict[Hashable, int] = {}  # units, by request
+        self._of: dict[Hashable, str] = {}  # the model
+        names = [f"m{at}" for at in range(_MODELS)]
+        decode = {name: [self._request(name) for _ in range(64)] for name in names}
+        for request in self._of:
+            self._held[request] = self._prompt() + _UNITS * dice.randrange(_OUTPUT // _TOKENS)
+        self._capacity = int(memory * sum(self._held.values()))
+        quotas = mux.targets(
+            self._capacity,
+            {name: mux.QuotaRule() for name in names},
+            {name: float(self._used(name)) for name in names},
+        )
+        self._state = mux.State(
+            [
+                mux.ModelQueues(
+                    name,
+                    tuple(self._waiting(self._request(name)) for _ in range(8)),
+                    tuple(self._waiting(request) for request in decode[name]),
+                    quota=quotas[name],
+                    used=self._used(name),
+                    prefill_share=0.4,
+                    decode_share=0.1,
+                    limit=self._capacity,
+                )
+                for name in names
+            ],
+            self._free(),
+        )
+        self._jobs = self._lacking = self._steps = self._preempted = 0
+
+    def step(self) -> float:
+        """A step, and what happens until the next one. Returns the microseconds that ADBS has taken."""
+        jobs: list[mux.Job] = []
+        (took,) = time_calls(lambda state: jobs.extend(mux.ADBS().step(state)), [self._state])
+        self._steps += 1
+        self._jobs += len(jobs)
+        self._lacking += any(
+            each.decode and each.decode[0].units > self._state.available for each in self._state.models
+        )
+        stopped = None if jobs or self._state.running else mux.preemption(self._state)
+        before = {each.request: each.units for model in self._state.models for each in (*model.prefill, *model.decode)}
+        for job in jobs:
+            for request in job.requests:
+                self._held[request] = self._held.get(request, 0) + before[request]
+        state = mux.started(self._state, jobs)
+        ended = list(state.running[: -(-len(state.running) // 2)])
+        self._preempted += stopped is not None
+        self._state = self._after(state, ended, stopped)
+        return took
+
+    def seen(self) -> dict[str, float]:
+        """What the steps met: a state that is not what it is called would show here."""
+        return {
+            "free_percent": 100 * self._free() / self._capacity,
+            "lacking_percent": 100 * self._lacking / self._steps,
+            "jobs": self._jobs / self._steps,
+            "preempted": self._preempted / self._steps,
+        }
+
+    def _after(self, state: mux.State, ended: list[mux.Job], stopped: mux.Job | None) -> mux.State:
+        """The next state: requests of ended jobs wait for a token more, or have their answers."""
+        come: dict[str, list[Hashable]] = {}
+        go_on: dict[str, list[Hashable]] = {}
+        for job in ended:
+            for request in job.requests:
+                if job.phase == "decode" and self._dice.random() < 1 / _OUTPUT:
+                    del self._held[request], self._of[request]
+                    come.setdefault(job.model, []).append(self._request(job.model))
+                else:
+                    go_on.setdefault(job.model, []).append(request)
+        gone = set() if stopped is None else set(stopped.requests)
+        for request in gone:
+            del self._held[request]
+            come.setdefault(self._of[request], []).append(request)
+        models = []
+        for model in state.models:
+            prefill = (*model.prefill, *map(self._waiting, come.get(model.name, ())))
+            left = tuple(each for each in model.decode if each.request not in gone)
+            decode = (*left, *map(self._waiting, go_on.get(model.name, ())))
+            models.append(replace(model, prefill=prefill, decode=decode, used=self._used(model.name)))
+        return replace(state, models=models, available=self._free(), running=state.running[len(ended) :])
+
+    def _request(self, model: str) -> Hashable:
+        self._next += 1
+        self._of[self._next] = model
+        return self._next
+
+    def _waiting(self, request: Hashable) -> mux.Waiting:
+        if request not in self._held:
+            return mux.Waiting(request, self._prompt())
+        return mux.Waiting(request, _UNITS * (self._dice.randrange(_TOKENS) == 0))
+
+    def _prompt(self) -> int:
+        return _UNITS * self._dice.randrange(1, 2 * _PROMPT // _TOKENS)
+
+    def _used(self, model: str) -> int:
+        return sum(units for request, units in self._held.items() if self._of[request] == model)
+
+    def _free(self) -> int:
+        return self._capacity - sum(self._held.values())
 
 
 def served(names: list[str], rates: list[float]) -> list[mux.ServedModel]:
@@ -121,11 +230,16 @@ def run(context: Context) -> Report:
     report = Report()
     with Remote(__name__) as subject:
         steps = subject.ask("quotas", repeats=context.pick(200, 2000))
-        adbs_us = subject.ask("schedule", repeats=context.pick(50, 300))
+        few = context.pick(100, 1000)
+        steady = subject.ask("schedule", steps=few, memory=_STEADY)
+        pressed = subject.ask("schedule", steps=few, memory=_PRESSURE)
         report.rows += [
             Row("quotas of 32 models adapt", steps["adapt_us"], "us", _STEP_US),
             Row("room is made with 31 neighbours", steps["reclaim_us"], "us", _STEP_US),
-            Row("a step of ADBS at 32 models", adbs_us, "us", _STEP_US),
+            Row(
+                "a step of ADBS at 32 models, memory full, steady", steady["median_us"], "us", _STEP_US, details=steady
+            ),
+            Row("the same, requests wait for memory", pressed["median_us"], "us", _STEP_US, details=pressed),
         ]
         for rate in (20.0,) if context.quick else (10.0, 20.0, 40.0):
             placed = subject.ask("place", rate=rate)

@@ -257,6 +257,8 @@ def test_a_fit_finds_what_its_samples_were_made_with():
         (lambda: served("a", -1.0), "rate"),
         (lambda: served("a", 1.0, prompt_tokens=0), "prompt_tokens"),
         (lambda: served("a", 1.0, tp_degrees=()), "parallelism"),
+        (lambda: served("a", 1.0, tp_degrees=(1, 3)), "a parallelism of 'a' is 3; it must be a power of two"),
+        (lambda: served("a", 1.0, tp_degrees=(0,)), "must be at least 1"),
         (lambda: served("a", 1.0, prefill_share=0.0), "prefill_share"),
         (lambda: Machines(0, 4, 1), "nodes"),
         (lambda: Machines(1, 4, 10, 10), "activations"),

@@ -235,6 +235,17 @@ def test_what_is_evicted_goes_to_dram_as_far_as_its_owners_quota_there_allows():
 # ---- adaptation
 
 
+@pytest.mark.parametrize("order", ["abcd", "dcba", "cadb"])
+def test_who_gives_what_does_not_depend_on_the_order_in_which_models_came(order):
+    """b, c and d are equally far beyond their quotas: one keeps the odd unit, and DRAM has room for 15 of theirs."""
+    quotas = dict.fromkeys("bcd", 20)
+    hbm = Tier(100, {name: QuotaRule() for name in order}, {name: Use(0, 30) for name in order if name != "a"}, quotas)
+    dram = Tier(15, {name: QuotaRule() for name in order}, {}, dict.fromkeys("abcd", 8))
+    assert mux.reclaim(hbm, "a", 33, dram).evictions == (
+        mux.Eviction("b", 7, 7), mux.Eviction("c", 8, 8), mux.Eviction("d", 8, 0)
+    )  # fmt: skip
+
+
 def test_quotas_follow_use_and_backlog_and_keep_still_for_little():
     rules = {"a": QuotaRule(reserve=10), "b": QuotaRule()}
     first = mux.first_quotas(1000, rules, {"a": 500.0, "b": 1500.0})

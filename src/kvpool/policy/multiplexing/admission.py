@@ -22,8 +22,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvpool.errors import OutOfQuota
+from kvpool.policy.multiplexing.arguments import known, whole
 from kvpool.policy.multiplexing.filling import level_fill
-from kvpool.policy.multiplexing.tier import Tier, known, whole
+from kvpool.policy.multiplexing.tier import Tier
 
 __all__ = ["Eviction", "Room", "admit", "reclaim"]
 
@@ -49,7 +50,7 @@ class Room(NamedTuple):
 
     Attributes:
         free: Units that nobody occupies.
-        evictions: In this order.
+        evictions: The model's own first, then those of its neighbours by their names.
     """
 
     free: int
@@ -115,7 +116,7 @@ def reclaim(tier: Tier, model: str, units: int, dram: Tier | None = None) -> Roo
     if missing > 0:
         missing -= _from_neighbours(tier, model, missing, evicted, within=True)
     assert missing <= 0, "T1 broke: see the proof above"
-    return Room(free, _evictions(evicted, dram))
+    return Room(free, _evictions(model, evicted, dram))
 
 
 def _from_neighbours(tier: Tier, model: str, missing: int, evicted: dict[str, int], within: bool) -> int:
@@ -127,8 +128,8 @@ def _from_neighbours(tier: Tier, model: str, missing: int, evicted: dict[str, in
     names: list[str] = []
     excess: list[int] = []
     givable: list[int] = []
-    for name, rule in tier.rules.items():
-        use = tier.uses[name]
+    for name in sorted(tier.rules):  # who gives the odd unit does not depend on how the rules were put together
+        rule, use = tier.rules[name], tier.uses[name]
         beyond = use.active + use.historical - evicted.get(name, 0) - tier.quota(name)
         floor = rule.reserve if within else max(rule.reserve, tier.quota(name))
         can = min(use.historical - evicted.get(name, 0), beyond + tier.quota(name) - floor)
@@ -157,18 +158,19 @@ def _from_the_top(wanted: int, heights: Sequence[int], givable: Sequence[int]) -
     return [high - left for high, left in zip(highs, stays, strict=True)]
 
 
-def _evictions(evicted: dict[str, int], dram: Tier | None) -> tuple[Eviction, ...]:
+def _evictions(model: str, evicted: dict[str, int], dram: Tier | None) -> tuple[Eviction, ...]:
+    """The evictions of `Room`, for the growth of a model. The first have the free units of DRAM."""
     free = dram.free if dram is not None else 0
     found = []
-    for model, units in evicted.items():
-        swapped = 0
-        if dram is not None and model in dram.rules:
-            use, limit = dram.uses[model], dram.rules[model].limit_of(dram.capacity)
-            allowed = min(dram.quota(model), limit) - use.active - use.historical
+    for owner in (model, *sorted(evicted.keys() - {model})):
+        units, swapped = evicted[owner], 0
+        if dram is not None and owner in dram.rules:
+            use, limit = dram.uses[owner], dram.rules[owner].limit_of(dram.capacity)
+            allowed = min(dram.quota(owner), limit) - use.active - use.historical
             swapped = max(0, min(units, allowed, free))
             free -= swapped
         if units:
-            found.append(Eviction(model, units, swapped))
+            found.append(Eviction(owner, units, swapped))
     return tuple(found)
 
 

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from kvpool.errors import ArgumentError
-from kvpool.policy.multiplexing.jobs import share_of
-from kvpool.policy.multiplexing.tier import number_above_0, whole
+from kvpool.policy.multiplexing.arguments import number_above_0, power_of_2, share_of, whole
 from kvpool.policy.multiplexing.timing import Timing
 
 __all__ = ["BATCH_MAX", "SHARES", "Candidate", "Machines", "ServedModel", "Unit", "candidates", "estimate_unit"]
@@ -39,7 +38,7 @@ class ServedModel:
         weight_bytes: Of one replica.
         kv_bytes_per_token: Of all layers.
         timing: How long its jobs take.
-        tp_degrees: The numbers of GPUs that it may be split over.
+        tp_degrees: The numbers of GPUs that it may be split over: powers of two, as meshes have.
         prefill_share: The least share of a prefill job; it has its unit's share if that is more.
     """
 
@@ -61,7 +60,7 @@ class ServedModel:
         if not self.tp_degrees:
             raise ArgumentError(f"{self.name!r} has no parallelism that it may run with")
         for degree in self.tp_degrees:
-            whole(degree, f"a parallelism of {self.name!r}", 1)
+            power_of_2(degree, f"a parallelism of {self.name!r}")
 
     @property
     def request_bytes(self) -> int:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import isfinite
 from typing import Final, Literal, NamedTuple
 
-from kvpool.errors import ArgumentError, ArgumentTypeError
-from kvpool.policy.multiplexing.tier import known, whole
+from kvpool.errors import ArgumentError
+from kvpool.policy.multiplexing.arguments import known, share_of, whole
 
 __all__ = [
     "PHASES",
@@ -20,7 +19,6 @@ __all__ = [
     "Turns",
     "Waiting",
     "misfits",
-    "share_of",
     "started",
 ]
 
@@ -59,15 +57,6 @@ class Job(NamedTuple):
     phase: Phase
     requests: tuple[Hashable, ...]
     share: float
-
-
-def share_of(value: object, what: str) -> float:
-    """A part of the compute: above 0, at most 1. Raises ArgumentError, or ArgumentTypeError for what is no number."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise ArgumentTypeError(f"{what} must be a number, not {type(value).__name__}")
-    if not isfinite(value) or not 0 < value <= 1:
-        raise ArgumentError(f"{what} is {value}; a share is above 0 and at most 1")
-    return float(value)
 
 
 @dataclass(frozen=True)

@@ -6,43 +6,14 @@ with rules, quotas and uses that know nothing of each other.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from math import inf, isfinite
 from typing import NamedTuple
 
-from kvpool.errors import ArgumentError, ArgumentTypeError, OutOfQuota
+from kvpool.errors import ArgumentError, OutOfQuota
+from kvpool.policy.multiplexing.arguments import known, number_above_0, whole
 
-__all__ = ["QuotaRule", "Tier", "Use", "known", "number_above_0", "whole"]
-
-
-def whole(value: object, what: str, least: int = 0) -> int:
-    """An int from `least`. Raises ArgumentTypeError for another type or a bool, ArgumentError for a smaller one."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ArgumentTypeError(f"{what} must be an int, not {type(value).__name__}")
-    if value < least:
-        raise ArgumentError(f"{what} is {value}; it must be at least {least}", value=value, minimum=least)
-    return value
-
-
-def number_above_0(value: object, what: str, zero: bool = False) -> float:
-    """A finite number above 0, or from 0 on with `zero`. Raises ArgumentTypeError, ArgumentError."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise ArgumentTypeError(f"{what} must be a number, not {type(value).__name__}")
-    try:
-        result = float(value)
-    except OverflowError:
-        result = inf
-    if not isfinite(result) or result < 0 or (result == 0 and not zero):
-        raise ArgumentError(f"{what} is {value}; it must be {'at least' if zero else 'above'} 0, and finite")
-    return result
-
-
-def known(model: str, models: Collection[str]) -> str:
-    """The name of a model that is there. Raises ArgumentError for an unknown one."""
-    if model not in models:
-        raise ArgumentError(f"no model is called {model!r}; there are {', '.join(sorted(models)) or 'no models'}")
-    return model
+__all__ = ["QuotaRule", "Tier", "Use"]
 
 
 @dataclass(frozen=True)
