@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.errors import ProtocolError
+from kvpool.observe.events.unpacking import unpack
 
 try:
     import msgpack
@@ -38,6 +39,7 @@ _STORED: Final = (
 _REMOVED: Final = ("block_hashes", "medium", "group_idx")
 _HASH_BYTES_MAX: Final = 64
 _MEDIUM_MAX: Final = 64  # characters
+_PIECE: Final = 1 << 14  # tokens that are converted at a time
 _BATCH: Final = ("ts", "events", "data_parallel_rank")
 
 
@@ -116,12 +118,13 @@ def encode(batch: EventBatch, encoding: Encoding = "map") -> bytes:
 def decode(payload: bytes) -> EventBatch:
     """Decodes the bytes of a batch, in either encoding. Ignores events of unknown kinds.
 
+    Other threads run meanwhile, however long it is: a long one is read in pieces.
+
     Raises:
         ProtocolError: They are no batch of events.
     """
     try:
-        raw = msgpack.unpackb(payload, raw=False, strict_map_key=True)
-        fields = _named(raw, _BATCH, tagged=False)
+        fields = _named(unpack(payload), _BATCH, tagged=False)
         ts, events, rank = (fields.get(name) for name in _BATCH)
         if not isinstance(ts, int | float) or not isinstance(events, list) or not _maybe(rank, int):
             raise ValueError("a batch is a time, a list of events, and a rank")
@@ -213,9 +216,13 @@ def _hashes(value: Any) -> list[BlockHash]:
 def _tokens(value: Any) -> npt.NDArray[np.int32]:
     if not isinstance(value, list) or not all(type(item) is int for item in value):
         raise ValueError("tokens are a list of numbers")
-    if value and not -(1 << 31) <= min(value) <= max(value) < 1 << 31:
-        raise ValueError("a token does not fit 32 bits")
-    return np.array(value, dtype=np.int32)
+    tokens = np.empty(len(value), dtype=np.int32)
+    for first in range(0, len(value), _PIECE):  # other threads run between pieces
+        piece = value[first : first + _PIECE]
+        if not -(1 << 31) <= min(piece) <= max(piece) < 1 << 31:
+            raise ValueError("a token does not fit 32 bits")
+        tokens[first : first + len(piece)] = piece
+    return tokens
 
 
 def _optional(fields: Mapping[str, Any], name: str, kind: type[Any]) -> Any:
