@@ -11,7 +11,7 @@ from kit import BLOCK
 from router.publishing import Publishing
 from router.router_kit import PATIENCE_S, eventually, fakes, routing
 
-from kvpool.control.reading.asking import adapters_in, models_in
+from kvpool.control.reading.asking import adapters_in, is_of_sglang, models_in
 from kvpool.control.router import EventsSpec, InstanceSpec, RouterSettings
 from kvpool.control.router.adapter_names import AdapterNames
 from kvpool.control.router.adapters import Adapters
@@ -123,6 +123,81 @@ def test_names_are_bounded_and_namespaces_tell_them_apart():
     for number in range(10_000):
         names.add(f"name {number}")
     assert ("sql" in names, "name 9999" in names) == (False, True), "the name said longest ago is forgotten"
+
+
+def test_an_adapter_that_only_sglang_lists_is_named_behind_its_model():
+    """SGLang runs the model itself for a bare name; vLLM has no other."""
+    names = AdapterNames()
+    names.add_listed("sql", behind=True)
+    names.add("chat")  # by an event
+    sql = adapter_namespace("sql", "s")
+    assert [names.namespace(model, "s") for model in ("sql", "base:sql", "base: sql ")] == ["s", sql, sql]
+    assert names.namespace("chat", "s") == adapter_namespace("chat", "s")
+    names.add_listed("sql", behind=False)  # by a server of vLLM beside it
+    names.add_listed("sql", behind=True)
+    assert names.namespace("sql", "s") == sql
+    names.add_model("base")
+    names.add_listed("base", behind=True)
+    assert names.namespace("base", "s") == "s"
+
+
+def test_the_field_of_sglang_names_an_adapter_unless_the_model_does():
+    names = AdapterNames()
+    for name in ("sql", "chat"):
+        names.add_listed(name, behind=True)
+    assert names.namespace("base", "s", "sql") == adapter_namespace("sql", "s")
+    assert names.namespace(None, "s", "sql") == adapter_namespace("sql", "s")
+    assert names.namespace("base:chat", "s", "sql") == adapter_namespace("chat", "s")
+    assert names.namespace("base", "s", "unknown") == names.namespace("base", "s", None) == "s"
+
+
+def test_a_models_name_may_have_colons():
+    names = AdapterNames()
+    names.add_model("s3://bucket:7/base")
+    names.add_listed("sql", behind=True)
+    names.add_listed("//bucket", behind=True)
+    assert names.namespace("s3://bucket:7/base", "s") == "s"
+    assert names.namespace("s3://bucket:7/base:sql", "s") == adapter_namespace("sql", "s")
+
+
+@pytest.mark.parametrize("padding", [0, 100_000], ids=["here", "in a process"])
+@pytest.mark.parametrize("lora_path", ["sql", ["sql", None]])
+def test_the_adapter_of_a_request_of_sglang_is_read(padding, lora_path):
+    names = AdapterNames()
+    names.add_listed("sql", behind=True)
+    reader = PromptReader(None, 1 << 20, 1, PATIENCE_S, adapters=names)
+    fields = {"prompt": [1, 2, 3], "model": "base", "lora_path": lora_path}
+    try:
+        asked, text, other, plain = (
+            asyncio.run(reader.read("completions", {}, json.dumps(each).encode().ljust(padding)))
+            for each in (
+                fields, fields | {"prompt": "one"}, {"prompt": "one", "model": "base", "lora_path": "x"},
+                {"prompt": "one", "model": "base"},
+            )
+        )  # fmt: skip
+    finally:
+        reader.close()
+    assert asked.namespace == adapter_namespace("sql")
+    assert len({text.namespace, other.namespace, plain.namespace}) == 3  # of texts, too
+
+
+@pytest.mark.parametrize("wrong", [7, {}, [], [7], "x" * 5000, None])
+def test_an_odd_adapter_is_none(wrong):
+    names = AdapterNames()
+    names.add("x" * 5000)
+    reader = PromptReader(None, 1 << 20, 1, PATIENCE_S, adapters=names)
+    try:
+        body = json.dumps({"prompt": [1], "model": "base", "lora_path": wrong}).encode()
+        assert asyncio.run(reader.read("completions", {}, body)).tokens.tolist() == [1]
+    finally:
+        reader.close()
+
+
+def test_lists_of_models_say_whose_they_are():
+    assert is_of_sglang(json.dumps({"data": [each | {"owned_by": "sglang"} for each in MODELS]}).encode())
+    for other in ("vllm", None):
+        assert not is_of_sglang(json.dumps({"data": [each | {"owned_by": other} for each in MODELS]}).encode())
+    assert not is_of_sglang(b"[]")
 
 
 def test_a_model_is_no_adapter_whoever_says_so():

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvpool.control.reading.prompts import Kind, Tokens
 
-__all__ = ["adapters_in", "answered", "is_about_the_prompt", "models_in", "question"]
+__all__ = ["adapters_in", "answered", "is_about_the_prompt", "is_of_sglang", "models_in", "question"]
 
 _TOKEN_MAX: Final = 2**31 - 1
 
@@ -64,6 +64,7 @@ class _Refusal(msgspec.Struct):
 class _ListedModel(msgspec.Struct):
     id: str
     parent: str | None = None
+    owned_by: str | None = None
 
 
 class _Models(msgspec.Struct):
@@ -106,6 +107,11 @@ def answered(data: bytes) -> Tokens | None:
 def adapters_in(data: bytes) -> Sequence[str]:
     """Of a list of models, the names of those that are made from another one; nothing if it is no such list."""
     return [each.id for each in _listed(data) if each.parent not in (None, each.id)]
+
+
+def is_of_sglang(data: bytes) -> bool:
+    """Whether a list of models is of SGLang, which says so of each."""
+    return any(each.owned_by == "sglang" for each in _listed(data))
 
 
 def models_in(data: bytes) -> Sequence[str]:

@@ -55,7 +55,7 @@ _TOKEN_MAX: Final = 2**31 - 1
 _MODEL_MAX: Final = 1 << 10  # characters
 _VALUES_QUICK: Final = 4096  # in a body
 _VALUES_MAX: Final = 100_000  # in a prompt: each takes up to 250 bytes
-_FIELDS: Final = ("model", "user", "stream", "cache_salt", "prompt", "messages", "tools")
+_FIELDS: Final = ("model", "user", "stream", "cache_salt", "lora_path", "prompt", "messages", "tools")
 NOTHING: Final = np.zeros(1, dtype=np.int32)  # less than a block: no tree learns it
 
 
@@ -84,6 +84,7 @@ class Reading:
         ids_namespace: The namespace that the prompt has as tokens of the model; `namespace` if these are such.
         salt: Of the cache; "" for none, None for one that is too long to be stored.
         model: That it names; None for none, or one that is too long.
+        lora_path: The adapter that it names in SGLang's field of this name; None likewise.
     """
 
     tokens: Tokens
@@ -93,6 +94,7 @@ class Reading:
     ids_namespace: str
     salt: str | None
     model: str | None
+    lora_path: str | None
 
 
 class Tokenizer(Protocol):
@@ -189,10 +191,13 @@ def read_prompt(
     session = short(session or (user if isinstance(user, str) and user else None))
     tokens, unit = _tokens(tokenizer, kind, fields, prompt_bytes_max)
     model, salt = fields.get("model"), fields.get("cache_salt")
-    namespace, ids_namespace = _namespace(unit, model, salt), _namespace("ids", model, salt)
+    adapter = fields.get("lora_path")
+    if isinstance(adapter, list):  # one for each prompt: of several prompts the first one decides
+        adapter = adapter[0] if adapter else None
+    namespace, ids_namespace = _namespace(unit, model, salt, adapter), _namespace("ids", model, salt, adapter)
     told = "" if salt is None else salt if isinstance(salt, str) and short(salt) == salt else None
-    named = model if isinstance(model, str) and len(model) <= _MODEL_MAX else None
-    return Reading(tokens, session, namespace, fields.get("stream") is True, ids_namespace, told, named)
+    streams = fields.get("stream") is True
+    return Reading(tokens, session, namespace, streams, ids_namespace, told, _name(model), _name(adapter))
 
 
 def chat_text(messages: Any, tools: Any = None) -> str:
@@ -226,6 +231,7 @@ class _Raw(msgspec.Struct):
     user: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     stream: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     cache_salt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    lora_path: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     tools: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
@@ -336,8 +342,14 @@ def _tokens(tokenizer: Tokenizer, kind: Kind, fields: Mapping[str, Any], most: i
     return tokenizer.encode(_canonical(prompt)[:most]), "json"
 
 
-def _namespace(unit: str, model: Any, salt: Any) -> str:
-    return short(_canonical([unit, model, *([] if salt is None else [salt])])) or ""
+def _name(value: Any) -> str | None:
+    """The name of a model or an adapter."""
+    return value if isinstance(value, str) and len(value) <= _MODEL_MAX else None
+
+
+def _namespace(unit: str, model: Any, salt: Any, adapter: Any) -> str:
+    parts = [unit, model] if adapter is None else [unit, model, ["lora_path", adapter]]
+    return short(_canonical([*parts, *([] if salt is None else [salt])])) or ""
 
 
 def _canonical(value: Any) -> str:

@@ -90,5 +90,7 @@ def _answer(text: Tokenizer, kind: Kind, session: str | None, body: bytearray, m
     except Exception as error:  # a bug, or no memory: the router goes on without
         said = f"{type(error).__name__}: {error}".encode(errors="replace")[:4096]
         return (ANSWER.pack(Status.UNREAD, len(said), 0) + said,)
-    said = json.dumps([read.session, read.namespace, read.stream, read.ids_namespace, read.salt, read.model]).encode()
+    said = json.dumps(
+        [read.session, read.namespace, read.stream, read.ids_namespace, read.salt, read.model, read.lora_path]
+    ).encode()
     return ANSWER.pack(Status.READ, len(said), len(read.tokens)) + said, read.tokens.tobytes()

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from typing import Final
 
-from kvpool.control.reading.asking import adapters_in, models_in
+from kvpool.control.reading.asking import adapters_in, is_of_sglang, models_in
 from kvpool.control.router.adapter_names import AdapterNames
 from kvpool.control.router.fleet import Fleet
 from kvpool.control.router.lease import Instance
@@ -75,5 +75,6 @@ class Adapters:
         if status == 200:
             for name in models_in(data):
                 self._names.add_model(name)
+            behind = is_of_sglang(data)
             for name in adapters_in(data):
-                self._names.add(name)
+                self._names.add_listed(name, behind)

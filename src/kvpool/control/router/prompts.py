@@ -142,7 +142,7 @@ class PromptReader:
 
     def _namespace(self, read: Reading) -> str:
         if self._adapters is not None and read.namespace == read.ids_namespace and read.salt is not None:
-            return self._adapters.namespace(read.model, read.salt)
+            return self._adapters.namespace(read.model, read.salt, read.lora_path)
         return read.namespace
 
     def _read(self, kind: Kind, session: str | None, body: bytes | bytearray) -> Reading:
