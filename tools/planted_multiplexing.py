@@ -8,8 +8,8 @@ from tools.planted_kit import Bug, in_python
 
 __all__ = ["MULTIPLEXING_BUGS"]
 
-_QUOTAS: Final = ("python/policy/test_multiplexing_quotas.py",)
-_SCHEDULERS: Final = ("python/policy/test_multiplexing_schedulers.py",)
+_QUOTAS: Final = ("python/policy/test_multiplexing_quotas.py", "python/policy/test_multiplexing_room.py")
+_SCHEDULERS: Final = ("python/policy/test_multiplexing_schedulers.py", "python/policy/test_multiplexing_runs.py")
 _PLACEMENT: Final = ("python/policy/test_multiplexing_placement.py",)
 
 MULTIPLEXING_BUGS: Final = (

@@ -37,7 +37,7 @@ ROUTING_BUGS: Final[tuple[Bug, ...]] = (
         "adapters-mixed",
         "control",
         "prompts of an adapter go where the model itself has them cached, and are computed anew there",
-        in_python("control/router/adapter_names.py", "if model is not None and model in self else", "if False else"),
+        in_python("control/router/adapter_names.py", "if model in self._names:", "if False:"),
         ("python/router/test_adapters.py",),
         build="python",
     ),

@@ -79,7 +79,7 @@ def check_cluster(where: str, given: Mapping[str, Any], of_members: Collection[s
 
     Raises:
         ArgumentError: One of them stands there without ``cluster``; or an option of the cluster is unknown; or an
-            address is none, or none that others can call.
+            address has no known form, or is one that others cannot call.
         ArgumentTypeError: One has the wrong type.
     """
     for name in ("name", "cluster"):
