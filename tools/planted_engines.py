@@ -13,7 +13,11 @@ _RANKS: Final = ("python/engines/test_vllm_ranks.py",)
 _PLANNER: Final = ("python/engines/test_vllm_planner.py",)
 _MEMBERS: Final = ("python/engines/test_vllm_members.py", "python/engines/test_vllm_expected.py")
 _GROUPS: Final = ("python/engines/test_vllm_groups.py",)
-_GROUP_MEMBERS: Final = ("python/engines/test_vllm_groups.py", "python/engines/test_vllm_group_members.py")
+_GROUP_MEMBERS: Final = (
+    "python/engines/test_vllm_groups.py",
+    "python/engines/test_vllm_group_members.py",
+    "python/engines/test_vllm_group_fetches.py",
+)
 
 ENGINES_BUGS: Final = (
     Bug(
