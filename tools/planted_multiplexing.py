@@ -74,8 +74,8 @@ MULTIPLEXING_BUGS: Final = (
         "a large prompt waits for ever, because small prompts of other models take the memory that becomes free",
         in_python(
             "policy/multiplexing/adbs.py",
-            'if verdict == "memory" and (phase == "decode" or',
-            'if verdict == "memory" and phase == "decode" and (phase == "decode" or',
+            'if phase == "decode" or state.running or resources.can_decode():',
+            'if phase == "decode":',
         ),
         _SCHEDULERS,
         build="python",
@@ -86,8 +86,8 @@ MULTIPLEXING_BUGS: Final = (
         "a decode with large blocks waits for ever, because prompts of other models take the memory that becomes free",
         in_python(
             "policy/multiplexing/adbs.py",
-            'if verdict == "memory" and (phase == "decode" or',
-            'if verdict == "memory" and phase == "prefill" and (',
+            'if phase == "decode" or state.running or resources.can_decode():',
+            'if phase == "prefill" and (state.running or resources.can_decode()):',
         ),
         _SCHEDULERS,
         build="python",

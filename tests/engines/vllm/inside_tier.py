@@ -29,6 +29,14 @@ def poison(manager: Any) -> int:
     return len(flat)
 
 
+def asked(manager: Any) -> list[str]:
+    """The other members of the cluster that the tier asks now."""
+    (tier,) = manager.secondary_tiers
+    members = tier._store.members
+    assert members is not None
+    return members.asked()
+
+
 def fail_loads(manager: Any) -> int:
     """Loads fail from now on."""
     (tier,) = manager.secondary_tiers

@@ -77,7 +77,9 @@ class ADBS:
             verdict = resources.start(model, phase)
             if verdict == "compute":
                 return "compute"
-            if verdict == "memory" and (phase == "decode" or state.running or resources.can_decode()):
+            if verdict != "units" or not resources.lacks_memory(model, phase):
+                continue
+            if phase == "decode" or state.running or resources.can_decode():
                 resources.keep(model, phase)
         return ""
 

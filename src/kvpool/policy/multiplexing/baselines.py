@@ -48,7 +48,7 @@ class RoundRobin:
         resources = Resources(state, quotas=False)
         for model in in_turn(state.models, state.turns.last):
             verdict = resources.start(model, "prefill")
-            if verdict in ("empty", "memory", "quota"):
+            if verdict in ("empty", "units"):
                 verdict = resources.start(model, "decode")
             if verdict == "compute":
                 break

@@ -10,7 +10,7 @@ from kvpool.policy.multiplexing.jobs import PHASES, SHARE_STEP, Job, ModelQueues
 
 __all__ = ["Resources", "Verdict", "in_turn"]
 
-Verdict = Literal["started", "empty", "memory", "quota", "compute"]
+Verdict = Literal["started", "empty", "units", "compute"]  # what was missing: requests, units, or compute
 
 
 def in_turn(models: Sequence[ModelQueues], last: str) -> list[ModelQueues]:
@@ -97,11 +97,13 @@ class Resources:
             return "empty", []
         chosen = self._prompts(model) if phase == "prefill" else self._steps(model)
         if not chosen:
-            oldest = next((each for each in model.queue(phase) if not model.misfit(each)), None)
-            if oldest is None:
-                return "empty", []
-            return ("memory" if oldest.units > self.room(model, phase) else "quota"), []
+            return "units", []
         return ("started" if self.suffices(model, phase) else "compute"), chosen
+
+    def lacks_memory(self, model: ModelQueues, phase: Phase) -> bool:
+        """Whether memory is what a queue lacks units of, and not its quota."""
+        oldest = next((each for each in model.queue(phase) if not model.misfit(each)), None)
+        return oldest is not None and oldest.units > self.room(model, phase)
 
     def start(self, model: ModelQueues, phase: Phase, share: float = 0.0) -> Verdict:
         """Adds a job if there is memory and compute for it; says what is missing otherwise.
@@ -148,8 +150,9 @@ class Resources:
         room = self.room(model, "prefill")
         left = min(room, self._quota_left(model)) if self._quotas else room
         chosen: list[Waiting] = []
+        limit = model.limit
         for each in model.prefill:
-            if model.misfit(each):
+            if limit is not None and each.units > limit:  # a misfit
                 continue
             if not chosen and each.units > left and each.units <= room and self._rests(model):
                 return [each]
@@ -175,8 +178,9 @@ class Resources:
         if sum([each.units for each in waiting]) <= left:
             return list(waiting)
         chosen: list[Waiting] = []
+        left = max(0, left)
         for each in model.decode:
-            if each.units <= max(0, left):
+            if each.units <= left:
                 chosen.append(each)
                 left -= each.units
                 if len(chosen) == model.decode_batch:
