@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 import kvpool
 from bench.measure import no_collections, summarize
+from kvpool.types import Route
 
 BLOCK_BYTES = 64 << 10
 _BLOCKS = 256
@@ -23,7 +24,7 @@ _SECRET = "bench"
 class Subject:
     """One pool; a question is a call of one of its methods (bench/remote.py)."""
 
-    def start(self, name: str, routes: list[str], lease_s: float) -> int:
+    def start(self, name: str, routes: list[Route], lease_s: float) -> int:
         """Makes the pool; the process's pid."""
         layout = kvpool.RawLayout(block_bytes=BLOCK_BYTES)
         self._pool = kvpool.Pool(

@@ -81,7 +81,7 @@ class Subject(Side):
         layout = kvpool.RawLayout(block_bytes=size)
         if adopted:
             memory = buffer(blocks * size)
-            self._medium: int = kvpool.HBM
+            self._medium: kvpool.Medium = kvpool.HBM
             self._pool = kvpool.Pool(layout, hbm=[memory.reshape(blocks, size)], **settings(route, trusted=trusted))
         else:
             self._medium = kvpool.DRAM

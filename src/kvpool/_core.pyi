@@ -7,7 +7,17 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.types import AddressVector as AddressVector
-from kvpool.types import AttendPlan, Medium, Policy, Priority, Route, Strategy, TransferSpec, TransferStats
+from kvpool.types import (
+    AttendPlan,
+    Medium,
+    MediumChoice,
+    Policy,
+    Priority,
+    Route,
+    Strategy,
+    TransferSpec,
+    TransferStats,
+)
 from kvpool.types import Bytes as Bytes
 from kvpool.types import CudaStream as CudaStream
 from kvpool.types import Keys as Keys
@@ -136,9 +146,11 @@ class KVSequence:
         self, first_block: int, addrs: AddressVector, *, timeout: float | None = None
     ) -> npt.NDArray[np.uint64]: ...
     def offload(  # kvpool.attention.moving adds it, and bring_home
-        self, blocks: int, to: str | None = None, *, medium: int = ..., timeout: float | None = None
+        self, blocks: int, to: str | None = None, *, medium: MediumChoice = Medium.DRAM, timeout: float | None = None
     ) -> npt.NDArray[np.uint64]: ...
-    def bring_home(self, blocks: int, *, medium: int = ..., timeout: float | None = None) -> npt.NDArray[np.uint64]: ...
+    def bring_home(
+        self, blocks: int, *, medium: MediumChoice = Medium.DRAM, timeout: float | None = None
+    ) -> npt.NDArray[np.uint64]: ...
     def _switch(
         self, blocks: list[int], old: AddressVector, new: AddressVector, copied_at: int, timeout: float | None
     ) -> None: ...
@@ -313,7 +325,7 @@ class Pool:
     def alloc(
         self,
         n: int,
-        medium: int = ...,
+        medium: MediumChoice = Medium.HBM,
         evict: bool = True,
         *,
         instance: str | None = None,
@@ -362,7 +374,7 @@ class Pool:
         self, prompts: Sequence[tuple[TokenVector, AddressVector]], namespace: str, free_duplicates: bool
     ) -> list[Inserted]: ...
     def delete(self, tokens: TokenVector, namespace: str = "", descendants: bool = False) -> int: ...
-    def evict(self, n: int, medium: int = ...) -> int: ...
+    def evict(self, n: int, medium: MediumChoice = Medium.DRAM) -> int: ...
     @overload
     def save(
         self,
@@ -469,7 +481,7 @@ class Pool:
         addrs: AddressVector,
         *,
         to: AddressVector | None = None,
-        medium: int = ...,
+        medium: MediumChoice = Medium.HBM,
         evict: bool = True,
         private: Bytes | None = None,
         strategy: Strategy = "auto",
@@ -487,7 +499,7 @@ class Pool:
         addrs: AddressVector,
         *,
         to: AddressVector | None = None,
-        medium: int = ...,
+        medium: MediumChoice = Medium.HBM,
         evict: bool = True,
         private: Bytes | None = None,
         strategy: Strategy = "auto",
@@ -505,7 +517,7 @@ class Pool:
         addrs: AddressVector,
         *,
         to: AddressVector | None = None,
-        medium: int = ...,
+        medium: MediumChoice = Medium.HBM,
         evict: bool = True,
         private: Bytes | None = None,
         strategy: Strategy = "auto",
@@ -525,7 +537,7 @@ class Pool:
         *,
         namespace: str = "",
         to: AddressVector | None = None,
-        medium: int = ...,
+        medium: MediumChoice = Medium.HBM,
         evict: bool = True,
         private: Bytes | None = None,
         strategy: Strategy = "auto",
@@ -545,7 +557,7 @@ class Pool:
         *,
         namespace: str = "",
         to: AddressVector | None = None,
-        medium: int = ...,
+        medium: MediumChoice = Medium.HBM,
         evict: bool = True,
         private: Bytes | None = None,
         strategy: Strategy = "auto",
@@ -565,7 +577,7 @@ class Pool:
         *,
         namespace: str = "",
         to: AddressVector | None = None,
-        medium: int = ...,
+        medium: MediumChoice = Medium.HBM,
         evict: bool = True,
         private: Bytes | None = None,
         strategy: Strategy = "auto",
@@ -583,7 +595,7 @@ class Pool:
         addrs: AddressVector,
         *,
         to: AddressVector | None = None,
-        medium: int = ...,
+        medium: MediumChoice = Medium.HBM,
         evict: bool = True,
         priority: Priority = "prefill",
         timeout: float | None = None,
@@ -594,7 +606,7 @@ class Pool:
         tokens: TokenVector,
         *,
         namespace: str = "",
-        medium: int = ...,
+        medium: MediumChoice = Medium.HBM,
         evict: bool = True,
         priority: Priority = "prefill",
         timeout: float | None = None,

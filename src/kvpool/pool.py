@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvpool import _core
 from kvpool.alloc.stats import ArenaInfo, MediumStats, PoolStats, stats_of
@@ -18,7 +18,12 @@ from kvpool.index import EventStream, MatchReport
 from kvpool.peers import Attachment, Inbox, NetworkedPool, Peers, Ranks
 from kvpool.peers.attach import attach
 from kvpool.transfer import Batch, ParallelConfig
-from kvpool.types import DRAM, HBM, KVLayout, Medium, RawLayout
+from kvpool.types import DRAM, HBM, KVLayout, Medium, OneMedium, RawLayout
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # of mypy's: Python 3.10 has none
+
+    from kvpool.types.setting_arguments import SettingArguments
 
 __all__ = ["ArenaInfo", "MediumStats", "Pool", "PoolStats"]
 
@@ -87,7 +92,7 @@ class Pool(NetworkedPool):
         block_dim: int = 0,
         engine_allocates: bool = False,
         parallel: ParallelConfig | None = None,
-        **settings: Any,
+        **settings: Unpack[SettingArguments],
     ) -> None:
         """See the class."""
         if not isinstance(layout, KVLayout | RawLayout):
@@ -209,7 +214,7 @@ class Pool(NetworkedPool):
             attachment.close()
         super().close()
 
-    def tensor(self, medium: int = HBM) -> _core.KVTensor:
+    def tensor(self, medium: OneMedium = HBM) -> _core.KVTensor:
         """The memory of a medium, as a zero-copy view.
 
         Args:
@@ -236,7 +241,7 @@ class Pool(NetworkedPool):
         shape, strides = _kv_view(layout, blocks)
         return self._view(int(medium), shape, strides, layout.dtype)
 
-    def arena(self, medium: int) -> ArenaInfo:
+    def arena(self, medium: OneMedium) -> ArenaInfo:
         """The size, kind and device of a medium's memory."""
         return ArenaInfo(**self._arena(int(_one_medium(medium))))
 

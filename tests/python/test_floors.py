@@ -69,7 +69,8 @@ PYTHON_FLOORS: dict[str, set[str]] = {
 }
 # The package's __init__ imports every package but those that users import by name; nothing imports __init__.
 PYTHON_FLOORS["__init__"] = set(PYTHON_FLOORS) - {"observe", "engines", "cli", "__main__"}
-PYTHON_FOREIGN_ALLOWED = {"numpy", "tomli", "tomllib"}  # tomllib: in the standard library since 3.11
+# tomllib: in the standard library since 3.11. typing_extensions: type checkers alone read it, and bring its types.
+PYTHON_FOREIGN_ALLOWED = {"numpy", "tomli", "tomllib", "typing_extensions"}
 
 # What only an extra brings, and the one module or folder that may import it. `import kvpool` imports none of these.
 PYTHON_EXTRAS = {

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from kvpool._core import KVSequence, Pool, Transfer
 from kvpool.errors import ArgumentError, Busy, DeadlineExceeded, Error, OutOfBlocks, PeerLost, Unsupported
-from kvpool.types import DRAM
+from kvpool.types import DRAM, MediumChoice
 from kvpool.waiting.handles import carry_out
 
 __all__ = ["bring_home", "offload"]
@@ -29,7 +29,12 @@ _REFUSALS = (OutOfBlocks, Busy, PeerLost, Unsupported, DeadlineExceeded)  # anot
 
 
 def offload(
-    sequence: KVSequence, blocks: int, to: str | None = None, *, medium: int = DRAM, timeout: float | None = None
+    sequence: KVSequence,
+    blocks: int,
+    to: str | None = None,
+    *,
+    medium: MediumChoice = DRAM,
+    timeout: float | None = None,
 ) -> _Addresses:
     """Moves the oldest blocks of this pool to a peer, which then computes their part of the attention.
 
@@ -76,7 +81,7 @@ def _send(
     moving: _Blocks,
     old: _Addresses,
     set_backs: int,
-    medium: int,
+    medium: MediumChoice,
     timeout: float | None,
 ) -> None:
     pool = sequence._pool
@@ -90,7 +95,9 @@ def _send(
         raise
 
 
-def bring_home(sequence: KVSequence, blocks: int, *, medium: int = DRAM, timeout: float | None = None) -> _Addresses:
+def bring_home(
+    sequence: KVSequence, blocks: int, *, medium: MediumChoice = DRAM, timeout: float | None = None
+) -> _Addresses:
     """Brings the newest of the blocks that lie with peers into this pool.
 
     Allocates blocks here, fetches the content, and switches when all of it has arrived; attention goes on meanwhile.

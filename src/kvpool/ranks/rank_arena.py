@@ -13,7 +13,7 @@ from kvpool.transfer.gpu_routes import tell_unused
 from kvpool.transfer.libraries import nccl_library, ucx_library
 from kvpool.transfer.reshard import RankSlice
 from kvpool.transfer.ticket import RankTicket
-from kvpool.types import HBM, KVLayout, Medium
+from kvpool.types import HBM, KVLayout, Medium, OneMedium
 
 __all__ = ["RankArena"]
 
@@ -122,7 +122,7 @@ class RankArena:
             memory.close()
             raise
 
-    def tensor(self, medium: int = HBM) -> _core.KVTensor:
+    def tensor(self, medium: OneMedium = HBM) -> _core.KVTensor:
         """This rank's part of all blocks of a medium, as `Pool.tensor`. Index it with ``kvpool.block_ids(addrs)``."""
         return self._memory.tensor(medium)
 
@@ -131,7 +131,7 @@ class RankArena:
         self,
         source: Sequence[int],
         target: Sequence[int],
-        medium: int,
+        medium: OneMedium,
         *,
         stream: _core.CudaStream | None = None,
         wait: Literal[True] = True,
@@ -141,7 +141,7 @@ class RankArena:
         self,
         source: Sequence[int],
         target: Sequence[int],
-        medium: int,
+        medium: OneMedium,
         *,
         stream: _core.CudaStream | None = None,
         wait: bool,
@@ -150,7 +150,7 @@ class RankArena:
         self,
         source: Sequence[int],
         target: Sequence[int],
-        medium: int,
+        medium: OneMedium,
         *,
         stream: _core.CudaStream | None = None,
         wait: bool = True,

@@ -9,7 +9,21 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["AddressVector", "Bytes", "CudaStream", "Keys", "Policy", "Priority", "Route", "Strategy", "TokenVector"]
+from kvpool.types.medium import Medium
+
+__all__ = [
+    "AddressVector",
+    "Bytes",
+    "CudaStream",
+    "Keys",
+    "MediumChoice",
+    "OneMedium",
+    "Policy",
+    "Priority",
+    "Route",
+    "Strategy",
+    "TokenVector",
+]
 
 # int32 or int64; bytes are taken as int32 in the machine's order.
 TokenVector: TypeAlias = (
@@ -21,6 +35,10 @@ CudaStream: TypeAlias = "int | object"
 Keys: TypeAlias = (
     "list[bytes] | list[str] | tuple[bytes | str, ...] | npt.NDArray[np.uint8] | bytes | bytearray | memoryview"
 )
+# kvpool.HBM or kvpool.DRAM, by name or number.
+OneMedium: TypeAlias = Medium | Literal[1, 2]
+# The same, or kvpool.MIXED.
+MediumChoice: TypeAlias = Medium | Literal[1, 2, 8]
 Policy: TypeAlias = Literal["lru", "lfu", "fifo"]
 Strategy: TypeAlias = Literal["auto", "by_layer", "by_layer_agg", "by_request", "by_request_agg"]
 Priority: TypeAlias = Literal["decode", "prefill", "background"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvpool.types.medium import HBM
-from kvpool.types.parameters import AddressVector, Bytes, Priority, Route, Strategy, TokenVector
+from kvpool.types.parameters import AddressVector, Bytes, MediumChoice, Priority, Route, Strategy, TokenVector
 
 __all__ = ["TransferSpec", "TransferStats", "TransferTotals"]
 
@@ -78,7 +78,7 @@ class TransferSpec:
     tokens: TokenVector | None = None
     namespace: str = ""
     to: AddressVector | None = None
-    medium: int = HBM
+    medium: MediumChoice = HBM
     evict: bool = True
     private: Bytes | None = None
     strategy: Strategy = "auto"

@@ -91,7 +91,7 @@ class Creditors:
                 try:
                     with self._lock:
                         name = self._members.name(creditor)
-                    addrs = self._pool.alloc(blocks, int(self._medium), False, instance=name, timeout=left_s)
+                    addrs = self._pool.alloc(blocks, self._medium, False, instance=name, timeout=left_s)
                 except _REFUSALS as error:
                     _log.info("member %d lends no %d blocks: %s", creditor, blocks, error)
                     with self._lock:

@@ -62,7 +62,7 @@ class Homecoming:
         sequence = self._borrowing.sequence(plan.sequence)
         set_backs = sequence._set_backs
         old = sequence.addrs[plan.first : plan.first + plan.blocks]
-        home = self._pool.alloc(plan.blocks, int(self._medium), False, timeout=deadline.left("bring blocks home"))
+        home = self._pool.alloc(plan.blocks, self._medium, False, timeout=deadline.left("bring blocks home"))
         try:
             bring(self._pool, sequence, Part(plan.first, old, home, ""), set_backs, deadline)
         except BaseException:

@@ -128,7 +128,7 @@ class Outgoing:
             with self._lock:
                 names = {creditor: self._members.name(creditor) for creditor in lent}
             left_s = deadline.left("make room")
-            home = self._pool.alloc(made.home + made.staging, int(self._medium), True, timeout=left_s)
+            home = self._pool.alloc(made.home + made.staging, self._medium, True, timeout=left_s)
         except BaseException:
             self._give_up(lent)
             raise

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.types import HBM, Medium
+from kvpool.types import HBM, Medium, MediumChoice
 from kvpool.waiting.handles import Handle
 
 __all__ = ["Addresses", "LendingPool", "LentSequence", "counts_of"]
@@ -71,7 +71,13 @@ class LendingPool(Protocol):
         """Has `hbm` and `dram`: how many blocks are free and lent."""
 
     def alloc(
-        self, n: int, medium: int = ..., evict: bool = ..., *, instance: str | None = None, timeout: float | None = None
+        self,
+        n: int,
+        medium: MediumChoice = ...,
+        evict: bool = ...,
+        *,
+        instance: str | None = None,
+        timeout: float | None = None,
     ) -> Addresses:
         """Takes blocks here, or borrows them of a peer."""
 

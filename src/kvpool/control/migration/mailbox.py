@@ -35,11 +35,11 @@ class Mailbox:
         stats = pool.stats()
         try:
             medium = HBM if stats.hbm.capacity else DRAM
-            addrs = pool.alloc(1, int(medium))
+            addrs = pool.alloc(1, medium)
         except StateError:  # the engine allocates there
             if not stats.dram.capacity:
                 raise
-            addrs = pool.alloc(1, int(DRAM))
+            addrs = pool.alloc(1, DRAM)
         try:
             self._held = pool.insert(self._tokens, addrs, namespace=NAMESPACE, free_duplicates=True)
         except BaseException:

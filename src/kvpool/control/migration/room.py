@@ -48,7 +48,7 @@ class Room:
         """Makes room for so many blocks in all. Raises OutOfBlocks, and changes nothing then."""
         missing = blocks - len(self.prefix.addrs) - len(self.own)
         if missing > 0:
-            self.own = np.concatenate([self.own, self.pool.alloc(missing, int(self.medium))])
+            self.own = np.concatenate([self.own, self.pool.alloc(missing, self.medium)])
 
     def set_aside(self, first: int, last: int) -> None:
         """Takes these blocks out, to which a fetch that has failed may still write. `free_aside` frees them."""
@@ -95,7 +95,7 @@ def make_room(pool: Pool, medium: Medium, offer: policy.SourceSays) -> Room:
     prefix = pool.match(offer.tokens[:full], offer.namespace, into=HBM if medium == HBM else None)
     try:
         missing = -(-max(offer.room, len(offer.tokens)) // size) - len(prefix.addrs)
-        own = pool.alloc(missing, int(medium)) if missing > 0 else np.empty(0, np.uint64)
+        own = pool.alloc(missing, medium) if missing > 0 else np.empty(0, np.uint64)
     except BaseException:
         prefix.close()
         raise
