@@ -20,6 +20,7 @@ from transfer.kit import eventually
 
 import kvpool
 from kvpool import cli
+from kvpool.cli.rates import Rates
 
 _numbers = itertools.count(1)
 
@@ -145,12 +146,15 @@ def test_the_setting_secret_does_not_change_the_secret_of_a_local_cluster(url, c
         assert cluster.secret == before
 
 
-def test_top_goes_on_until_ctrl_c(url, members):
+@pytest.fixture
+def drawing(url, members):
+    """`kvpool top` in a terminal, when it has drawn three times; and our end of the terminal."""
     pytest.importorskip("rich", reason="rich is not installed")
     ours, theirs = pty.openpty()
     with ctrl_c_works():
         run = subprocess.Popen(
-            [sys.executable, "-m", "kvpool", "top", url, "--every", "0.05"], stdout=theirs,
+            [sys.executable, "-m", "kvpool", "top", url, "--every", "0.05"],
+            stdin=theirs, stdout=theirs, stderr=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TERM": "xterm"},
         )  # fmt: skip
     os.close(theirs)
@@ -158,15 +162,70 @@ def test_top_goes_on_until_ctrl_c(url, members):
         drawn = b""
         while drawn.count(b"first") < 3:  # it draws again and again
             drawn += os.read(ours, 1 << 16)
-        run.send_signal(signal.SIGINT)
-        with contextlib.suppress(OSError):  # the other end was closed
-            while os.read(ours, 1 << 16):
-                pass
-        assert run.wait(30) == 0
+        yield run, ours
     finally:
         run.kill()
         run.wait()
+        run.stderr.close()
         os.close(ours)
+
+
+def drained(terminal):
+    with contextlib.suppress(OSError):  # the other end was closed
+        while os.read(terminal, 1 << 16):
+            pass
+
+
+def test_top_goes_on_until_ctrl_c(drawing):
+    run, terminal = drawing
+    run.send_signal(signal.SIGINT)
+    drained(terminal)
+    assert run.wait(30) == 130
+    assert run.stderr.read() == b"kvpool: interrupted\n"
+
+
+def test_q_ends_top_and_the_terminal_is_as_before(drawing):
+    run, terminal = drawing
+    os.write(terminal, b"xq")
+    drained(terminal)
+    assert run.wait(30) == 0
+    assert run.stderr.read() == b""
+
+
+def test_top_shows_hit_ratio_and_rates(url, capsys, monkeypatch):
+    pytest.importorskip("rich", reason="rich is not installed")
+    monkeypatch.setenv("COLUMNS", "80")
+    with kvpool.Cluster.join(url) as cluster:
+        load = kvpool.Load(10**6, 10**5, 10**7, 10**6, 10**5, 10**7, 123456, requested_tokens=800, matched_tokens=200)
+        long_name = "an-instance-with-a-name-that-is-far-longer-than-a-column"
+        cluster.register(name=long_name, role="prefill", incarnation=1, hbm_blocks=1 << 24, load=load)
+        assert cli.main(["top", url, "--once"]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    assert "25 %" in text
+    assert {"hits", "tokens/s", "prefill", "up", "1000k/100k/10M", "123k"} <= set(text.split())
+    assert "an-insta" in text
+
+
+def test_rates_are_of_the_last_seconds():
+    now = [100.0]
+    rates = Rates(lambda: now[0])
+
+    def member(tokens, name="a", incarnation=1):
+        load = kvpool.Load(requested_tokens=tokens)
+        return kvpool.Member(name=name, instance=1, incarnation=incarnation, role="both", load=load)
+
+    rates.note([member(1000)])
+    assert rates.of(member(1000)) is None
+    for tokens in (1500, 2000, 2000, 2000, 2000, 2000, 2000, 2000):
+        now[0] += 1
+        rates.note([member(tokens)])
+        if tokens == 1500:
+            assert rates.of(member(tokens)) == 500
+    assert rates.of(member(2000)) == 0  # nothing in five seconds
+    rates.note([])
+    assert rates.of(member(2000)) is None
+    assert rates.of(member(0, incarnation=2)) is None
 
 
 def test_top_without_rich_says_which_extra_to_install(url, capsys, monkeypatch):

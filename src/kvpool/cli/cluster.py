@@ -6,15 +6,17 @@ import argparse
 import dataclasses
 import json
 import os
-from typing import Any
+from typing import Any, Final
 
 from kvpool.cluster import Cluster, Member
 from kvpool.errors import ArgumentError
 
-__all__ = ["add_parser", "add_url", "columns", "join", "row"]
+__all__ = ["add_parser", "add_url", "join"]
 
-columns = ("member", "instance", "role", "state", "HBM free/active/cached", "of", "DRAM free/active/cached", "of",
-           "requests", "seen for", "endpoints")  # fmt: skip
+_COLUMNS: Final = (
+    *("member", "instance", "role", "state", "HBM free/active/cached", "of", "DRAM free/active/cached", "of"),
+    *("requests", "seen for", "endpoints"),
+)
 
 
 def add_parser(commands: Any) -> None:
@@ -63,8 +65,8 @@ def join(arguments: argparse.Namespace) -> Cluster:
     return Cluster.join(arguments.url, **options)
 
 
-def row(member: Member) -> tuple[str, ...]:
-    """The texts of a member, one for each of `columns`."""
+def _row(member: Member) -> tuple[str, ...]:
+    """The texts of a member, one for each of `_COLUMNS`."""
     load = member.load
     return (
         member.name,
@@ -107,8 +109,8 @@ def _facts(member: Member) -> dict[str, Any]:
 def _text(members: list[Member]) -> str:
     if not members:
         return "no members"
-    rows = [columns, *map(row, members)]
-    widths = [max(len(one[column]) for one in rows) for column in range(len(columns))]
+    rows = [_COLUMNS, *map(_row, members)]
+    widths = [max(len(one[column]) for one in rows) for column in range(len(_COLUMNS))]
     return "\n".join(
         "  ".join(text.ljust(width) for text, width in zip(one, widths, strict=True)).rstrip() for one in rows
     )

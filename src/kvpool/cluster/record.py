@@ -90,6 +90,8 @@ class Load:
         dram_active: Blocks in DRAM that requests use.
         dram_historical: Blocks in DRAM that hold cached prompts.
         requests: Running and waiting requests, as the engine counts them.
+        requested_tokens: Tokens that matches asked for, since the pool was made.
+        matched_tokens: Tokens that matches found.
     """
 
     hbm_free: int = 0
@@ -99,6 +101,8 @@ class Load:
     dram_active: int = 0
     dram_historical: int = 0
     requests: int = 0
+    requested_tokens: int = 0
+    matched_tokens: int = 0
 
     def __post_init__(self) -> None:
         """Checks every count.

@@ -76,6 +76,16 @@ class NumpyRank:
         angles = np.outer(np.arange(tokens_max), 10_000.0 ** (-np.arange(0, model.head_dim, 2) / model.head_dim))
         self._cos, self._sin = np.cos(angles).astype(model.dtype), np.sin(angles).astype(model.dtype)
 
+    def use(self, kv: Array, blocks: npt.NDArray[np.int64]) -> None:
+        """Reads and writes the sequence in blocks of another's: from now on, in place of those of `tokens_max`.
+
+        Args:
+            kv: A view of a pool, [block, layer, k/v, kv head, token, dim].
+            blocks: The numbers of the sequence's blocks, in order.
+        """
+        self.layers = [layer._replace(kv=kv[:, number]) for number, layer in enumerate(self.layers)]
+        self.table = blocks
+
     @property
     def name(self) -> str:
         """The name of the library, with its version."""

@@ -273,8 +273,9 @@ def load_of(pool: _core.Pool, requests: int) -> Load:
     stats = pool._stats()
     hbm, dram = stats["hbm"], stats["dram"]
     return Load(
-        hbm["free"], hbm["active"], hbm["historical"], dram["free"], dram["active"], dram["historical"], requests
-    )
+        hbm["free"], hbm["active"], hbm["historical"], dram["free"], dram["active"], dram["historical"], requests,
+        stats["requested_tokens"], stats["matched_tokens"],
+    )  # fmt: skip
 
 
 # ---- inside

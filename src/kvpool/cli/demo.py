@@ -1,0 +1,38 @@
+"""`kvpool demo`: a small transformer with the cache off and on, and a second process that is sent the cache."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from kvpool.control.demo import run
+
+__all__ = ["add_parser"]
+
+_QUESTIONS_MAX = 1000
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to the parser's commands."""
+    parser = commands.add_parser(
+        "demo",
+        help="see the cache at work: NumPy only, two processes, some seconds",
+        description="A small transformer in NumPy answers prompts with the cache off and on; then a second process "
+        "is sent what the first one has cached. Checks that every answer is the same.",
+    )
+    parser.add_argument("--prompts", type=_questions, default=6, metavar="N", help="how many are answered (default 6)")
+    parser.set_defaults(run=_run)
+
+
+def _questions(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if not 1 <= number <= _QUESTIONS_MAX:
+        raise argparse.ArgumentTypeError(f"{text!r}: a number from 1 to {_QUESTIONS_MAX}")
+    return number
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    run(lambda line: print(line, flush=True), arguments.prompts)

@@ -1,0 +1,118 @@
+"""`kvpool demo` and `kvpool bench`, which need nothing but the package; and Ctrl-C in commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from kit import ctrl_c_works
+
+from kvpool import cli
+from kvpool.control.demo import answering, story
+
+
+@pytest.fixture(autouse=True)
+def _clean(clean_environment):
+    pass
+
+
+@pytest.fixture
+def _path_of_children(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+
+
+@pytest.mark.usefixtures("_path_of_children")
+def test_the_demo_shows_what_the_cache_saves_in_two_processes(capsys):
+    assert cli.main(["demo", "--prompts", "3"]) == 0
+    text = capsys.readouterr().out
+    rows = re.findall(r"^ +(\d+) +\d+ ms +(\d+) of 808 tokens +\d+ ms$", text, re.MULTILINE)
+    assert rows == [("1", "0"), ("2", "768"), ("3", "768")]
+    assert "sent 3.0 MiB by the route shm" in text
+    assert "768 tokens were cached there, and the answer is the same" in text
+
+
+def test_the_demo_refuses_an_answer_that_the_cache_has_changed(monkeypatch):
+    insert = answering.Pool.insert
+
+    def corrupted(pool, tokens, addrs, *more, **options):
+        pool.tensor().numpy()[answering.block_ids(addrs)] = np.float32(1)
+        return insert(pool, tokens, addrs, *more, **options)
+
+    monkeypatch.setattr(answering.Pool, "insert", corrupted)
+    with pytest.raises(story.StateError, match="prompt 2"):
+        story.run(lambda line: None, 2)
+
+
+@pytest.mark.usefixtures("_path_of_children")
+def test_the_demo_says_why_the_second_process_failed(monkeypatch):
+    monkeypatch.setattr(story, "_module", "kvpool.control.demo.nowhere")
+    with pytest.raises(story.StateError, match=r"kvpool\.control\.demo\.nowhere"):
+        story.run(lambda line: None, 1)
+
+
+def test_the_demo_imports_no_torch():
+    code = "import sys, kvpool.control.demo, kvpool.control.quick_bench; print('torch' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "False\n"
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "x", "1001"])
+def test_the_demo_wants_a_number_of_prompts(count, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["demo", "--prompts", count])
+    assert "a number from 1 to 1000" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("_path_of_children")
+def test_bench_measures_blocks_prompts_copies_and_transfer(capsys):
+    assert cli.main(["bench", "--quick", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["what"].split(" ")[0] for row in rows] == [
+        "alloc", "free", "match", "insert", "swap_out", "transfer", "transfer"
+    ]  # fmt: skip
+    assert all(row["median_us"] > 0 for row in rows)
+    assert [row["of_memcpy"] is not None for row in rows] == [False] * 4 + [True] * 3
+    assert rows[-1]["what"].endswith("shm")
+
+
+@pytest.mark.usefixtures("_path_of_children")
+@pytest.mark.parametrize(
+    "command", [["demo", "--prompts", "1000"], ["sim", "--requests", "2000000"]], ids=["demo", "sim"]
+)
+def test_ctrl_c_ends_a_command_in_one_line(command):
+    with ctrl_c_works():
+        run = subprocess.Popen(
+            [sys.executable, "-c", f"from kvpool import cli; print('x', flush=True); exit(cli.main({command}))"],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+    try:
+        assert run.stdout.readline() == "x\n"
+        if command[0] == "demo":
+            run.stdout.readline()
+        else:
+            with pytest.raises(subprocess.TimeoutExpired):  # it is at work
+                run.wait(0.5)
+        run.send_signal(signal.SIGINT)
+        _, errors = run.communicate(timeout=60)
+        assert run.returncode == 130
+        assert errors.splitlines()[-1] == "kvpool: interrupted"
+        assert "Traceback" not in errors
+    finally:
+        run.kill()
+        run.communicate()
+
+
+def test_a_closed_pipe_is_no_error():
+    run = subprocess.run(
+        f"{sys.executable} -m kvpool info | head -n 1 >/dev/null; echo ${{PIPESTATUS[0]}}",
+        shell=True, executable="/bin/bash", capture_output=True, text=True, check=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )  # fmt: skip
+    assert run.stdout == "0\n"
+    assert run.stderr == ""
