@@ -120,7 +120,7 @@ def policies(workload: Workload, pairs: int = 1, never_more: bool = True) -> dic
         return sum(requests[int(str(number))][1:])
 
     return {
-        "MELL": lambda: mell.Mell(capacity, mell.Settings(never_more=never_more)),
+        "MELL": lambda: mell.Mell(capacity, mell.Settings(slack=0, never_more=never_more)),
         "BF": lambda: mell.BestFit(capacity),
         "WF": lambda: mell.WorstFit(capacity),
         "LB": lambda: mell.LoadBalance(capacity, pairs=pairs),

@@ -223,7 +223,9 @@ def _fleet(context: Context, report: Report) -> list[dict[str, int]]:
     found = []
     workload = poisson_workload(A100, 1.1, 1, context.pick(300, 900), 0)
     for fleet in _FLEETS:
-        with_migration, _ = served(workload.epochs, mell.Mell(A100.capacity, mell.Settings(never_more=False)), fleet)
+        with_migration, _ = served(
+            workload.epochs, mell.Mell(A100.capacity, mell.Settings(slack=0, never_more=False)), fleet
+        )
         without, _ = served(workload.epochs, mell.BestFit(A100.capacity), fleet)
         found.append({"gpus": fleet, "with": with_migration, "without": without})
     best = max(found, key=lambda entry: entry["with"] / entry["without"])

@@ -70,6 +70,7 @@ def add_parser(commands: Any) -> None:
 _NOT_PACKED: Final = (
     *("sweep", "find_gpus", "gpus_max", "slo_ttft", "slo_tpot", "slo_share"),
     *("gpus", "prefill", "decode", "dram_gb", "link_gb_s", "fetch", "learn", "batch_tokens", "batch_requests"),
+    *("ttl", "cap", "thrift"),
 )
 
 
@@ -134,6 +135,20 @@ def _add_cluster(group: Any) -> None:
         choices=("response", "dispatch", "events"),
         help="when the router learns what an instance holds (default response; events are exact, and slower)",
     )
+    group.add_argument(
+        "--ttl", type=float, metavar="S",
+        help=f"how long the router remembers what it learnt from no event (default {plain.ttl_s:g}; 0: forever)",
+    )  # fmt: skip
+    group.add_argument(
+        "--cap", type=float, metavar="X", help=f"most load of an instance, in means of all (default {plain.cap:g})"
+    )
+    group.add_argument(
+        "--thrift", type=float, metavar="X",
+        help="of queue-plus-exec: a second of computing counts 1 + X against one of waiting (default 0)",
+    )  # fmt: skip
+    group.add_argument(
+        "--slack", type=float, metavar="PART", help="of mell: of a GPU's KV left free for growth (default 0.025)"
+    )
     group.add_argument("--batch-tokens", type=int, metavar="N", help="of a prefill batch (default 8192)")
     group.add_argument("--batch-requests", type=int, metavar="N", help="decoding together (default 256)")
 
@@ -160,6 +175,8 @@ def _add_questions(group: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
+    if arguments.slack is not None and arguments.policy != "mell":
+        raise ArgumentError(f"--slack is of --policy mell, not of {arguments.policy}")
     if arguments.policy in PACKERS:
         result = _packed(arguments)
     elif arguments.find_gpus:
@@ -186,6 +203,11 @@ def _setup(arguments: argparse.Namespace, **changes: Any) -> Setup:
         "skip seed fetch learn batch_tokens batch_requests"
     )
     given = {name: value for name in fields.split() if (value := getattr(arguments, name)) is not None}
+    given |= {
+        field: value
+        for field, value in (("ttl_s", arguments.ttl), ("cap", arguments.cap), ("thrift", arguments.thrift))
+        if value is not None
+    }
     given["workload"] = arguments.workload or (None if arguments.trace else Setup.workload)
     given["policy"] = arguments.policy if arguments.policy in POLICIES else Setup.policy
     return Setup(profile=profile, **{**given, **changes})
@@ -205,7 +227,9 @@ def _simulated(arguments: argparse.Namespace) -> dict[str, Any]:
             raise ArgumentError("--sweep gpus: with --prefill and --decode the number of GPUs is theirs")
     setups = [replace(setup, **{field: value}) if field else setup for value in values]
     for each in setups:  # all are checked before the first one takes its time
-        each.make_cluster(each.make_workload().block_tokens)
+        workload = each.make_workload()
+        each.check_sessions(workload)
+        each.make_cluster(workload.block_tokens)
     runs = []
     for value, each in zip(values, setups, strict=True):
         with sim_show.Progress(arguments.quiet, f"{what}={value}" if what else each.policy, arguments.requests) as bar:
@@ -250,6 +274,7 @@ def _found(arguments: argparse.Namespace) -> dict[str, Any]:
     assert slo is not None  # for --find-gpus there is one, or it is refused
     setup = _setup(arguments)
     gpus_max = _GPUS_MAX if arguments.gpus_max is None else arguments.gpus_max
+    reasons: list[str] = []
     with sim_show.Progress(arguments.quiet, "find-gpus", None) as bar:
         found, tries = find_gpus(
             setup,
@@ -257,6 +282,7 @@ def _found(arguments: argparse.Namespace) -> dict[str, Any]:
             gpus_max,
             told=bar.told,
             tried=lambda each: bar.note(f"{each.setup.gpu_count} GPUs: {'kept' if each.kept else 'not kept'}"),
+            hopeless=reasons.append,
         )
     return {
         **_head(setup),
@@ -264,6 +290,7 @@ def _found(arguments: argparse.Namespace) -> dict[str, Any]:
         "slo": _promise(slo),
         "gpus_needed": found.setup.gpu_count if found else None,
         "gpus_max": gpus_max,
+        "out_of_reach": reasons[0] if reasons else None,
         "runs": [_entry(each.setup, each.measures, each.setup.gpu_count, slo) for each in tries],
     }
 
@@ -280,7 +307,7 @@ def _packed(arguments: argparse.Namespace) -> dict[str, Any]:
         )
     setup = _setup(arguments)
     with sim_show.Progress(arguments.quiet, arguments.policy, arguments.requests) as bar:
-        packed = pack(setup, arguments.policy, bar.told)
+        packed = pack(setup, arguments.policy, bar.told, arguments.slack)
     return {**_head(setup), "policy": arguments.policy, "packed": packed}
 
 

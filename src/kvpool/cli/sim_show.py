@@ -14,6 +14,10 @@ from kvpool.errors import ArgumentError
 __all__ = ["Progress", "table", "write"]
 
 _LINE_EVERY_S = 5.0
+_LEGEND = (
+    "TTFT, TPOT, JCT: mean/p50/p99. Busy: share of the time in which instances compute; busiest: the busiest one's,\n"
+    "for the mean. Tokens/s: generated, until the last one."
+)
 _PATIENCE_S = 10.0  # for a first token; a request that waits longer waits for others
 
 
@@ -100,7 +104,9 @@ def _row(result: dict[str, Any], run: dict[str, Any]) -> dict[str, str]:
     }
     for name, key in (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("JCT", "jct_s")):
         row[name] = "/".join(_short(run[key][of]) for of in ("mean", "p50", "p99"))
+    row["busy"] = f"{run['utilisation']:.0%}"
     row["busiest"] = f"{run['imbalance']:.2f}x"
+    row["tokens/s"] = f"{run['tokens_per_s']:,.0f}"
     for key, share in run.get("within", {}).items():
         row[f"{key.removesuffix('_s').upper()} <= {result['slo'][key]:g}s"] = f"{share:.2%}"
     if "kept" in run:
@@ -117,7 +123,7 @@ def _columns(rows: list[dict[str, str]]) -> list[str]:
     widths = [max(len(name), *(len(row[name]) for row in rows)) for name in names]
     lines = ["  ".join(name.rjust(width) for name, width in zip(names, widths, strict=True))]
     lines += ["  ".join(row[name].rjust(width) for name, width in zip(names, widths, strict=True)) for row in rows]
-    return [*lines, "TTFT, TPOT, JCT: mean/p50/p99. Busiest: busy time of the busiest instance, for the mean."]
+    return [*lines, _LEGEND]
 
 
 def _warnings(runs: list[dict[str, Any]]) -> list[str]:
@@ -145,6 +151,8 @@ def _answer(result: dict[str, Any]) -> str:
         f"{name} of {slo[key]:g} s" for name, key in (("TTFT", "ttft_s"), ("TPOT", "tpot_s")) if slo[key] is not None
     )
     answer = f"{needed} GPUs keep" if needed is not None else f"{result['gpus_max']} GPUs do not keep"
+    if result["out_of_reach"]:
+        return f"No number of GPUs keeps {promised} for {slo['share']:.3g} of requests: {result['out_of_reach']}."
     line = f"{answer} {promised} for {slo['share']:.3g} of requests."
     refused = max(run["requests"]["refused"] for run in result["runs"])
     return line + (f" {refused:,} refused requests count as broken promises." if refused else "")

@@ -308,6 +308,7 @@ class ClusterSim:
     def _measure_end(self, job: Job) -> None:
         measures, request, now = self.measures, job.request, self._loop.now
         measures.ended += 1
+        measures.generated_tokens += request.output
         measures.end_s = now
         if self._told is not None and not measures.ended % _TELL_EVERY:
             self._told(measures.ended, now)

@@ -26,6 +26,7 @@ class Measures:
         dram_tokens: Those found in its DRAM.
         fetched_tokens: Those that came from another instance.
         output_tokens: Generated tokens.
+        generated_tokens: The same of all requests, measured or not.
         sent_tokens: Tokens of KV that went from prefill to decode instances.
         last_arrival_s: When the last request came.
         end_s: When the last token was there.
@@ -46,6 +47,7 @@ class Measures:
     dram_tokens: int = 0
     fetched_tokens: int = 0
     output_tokens: int = 0
+    generated_tokens: int = 0
     sent_tokens: int = 0
     last_arrival_s: float = 0.0
     end_s: float = 0.0
@@ -65,6 +67,17 @@ class Measures:
         busy = [each["prefill_busy"] + each["decode_busy"] for each in self.instances if each["kind"] != "decode"]
         mean = sum(busy) / len(busy) if busy else 0.0
         return max(busy) / mean if mean else 1.0
+
+    @property
+    def utilisation(self) -> float:
+        """Mean share of the time for which instances compute, prefills and decoding, until the last token."""
+        busy = [each["prefill_busy"] + each["decode_busy"] for each in self.instances]
+        return sum(busy) / len(busy) if busy else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens generated a second, of all requests, until the last token."""
+        return self.generated_tokens / self.end_s if self.end_s else 0.0
 
     @property
     def behind_s(self) -> float:
@@ -91,6 +104,8 @@ class Measures:
             "end_s": self.end_s,
             "behind_s": self.behind_s,
             "imbalance": self.imbalance,
+            "utilisation": self.utilisation,
+            "tokens_per_s": self.tokens_per_s,
             "instances": self.instances,
             "links": {"busy_s": self.link_busy_s, "waited_s": self.link_waited_s},
             "events": self.events,

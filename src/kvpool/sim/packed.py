@@ -21,18 +21,21 @@ from kvpool.sim.workload import Arrival
 
 __all__ = ["PACKERS", "pack"]
 
-PACKERS: Final[Mapping[str, Callable[[int], Scheduler]]] = {
-    "mell": mell.Mell,
+_BASELINES: Final[Mapping[str, Callable[[int], Scheduler]]] = {
     "best-fit": mell.BestFit,
     "worst-fit": mell.WorstFit,
     "load-balance": mell.LoadBalance,
 }
+PACKERS: Final = ("mell", *_BASELINES)
 _EPOCH_S: Final = 1.0
+_SLACK_MAX: Final = 0.25
 _TYPICAL: Final = 8  # all requests decode at the speed of a batch of this many
 _POINTS: Final = 200  # of GPUs over time, at most
 
 
-def pack(setup: Setup, packer: str, told: Callable[[int, float], None] | None = None) -> dict[str, Any]:
+def pack(
+    setup: Setup, packer: str, told: Callable[[int, float], None] | None = None, slack: float | None = None
+) -> dict[str, Any]:
     """Packs a workload.
 
     Args:
@@ -40,16 +43,20 @@ def pack(setup: Setup, packer: str, told: Callable[[int, float], None] | None = 
             Figures begin with the epoch in which the first request that is not skipped arrives.
         packer: A name of PACKERS.
         told: Called after each epoch with how many requests have ended and the virtual time.
+        slack: The part of a GPU's KV that MELL leaves free for growth, 0 to 0.25; None: its own, 1/40.
 
     Returns:
         GPUs (mean, peak, and the lower bound of both), utilisation, moves and GB a second; and GPUs over time, from the
         start, in parts of equal length; ready for JSON.
 
     Raises:
-        ArgumentError: An unknown packer, a workload whose requests wait for answers, or all of it is skipped.
+        ArgumentError: An unknown packer, a slack out of range or of another packer, a workload whose requests wait for
+            answers, or all of it is skipped.
     """
     if packer not in PACKERS:
         raise ArgumentError(f"no packer {packer!r}; there are {', '.join(PACKERS)}")
+    if slack is not None and (packer != "mell" or not 0 <= slack <= _SLACK_MAX):
+        raise ArgumentError(f"slack is {slack:g}, for {packer}; it is MELL's, from 0 to {_SLACK_MAX} of a GPU's KV")
     arrivals = []
     for request in setup.make_workload().start():
         if request.then is not None:
@@ -63,7 +70,7 @@ def pack(setup: Setup, packer: str, told: Callable[[int, float], None] | None = 
     step_s = DecodeTimes(model).run_s(1, _TYPICAL, _TYPICAL * typical)
     seconds = int(arrivals[-1].time_s / _EPOCH_S) + 1
     epochs, sizes, refused = demand(arrivals, capacity, 1 / step_s, _EPOCH_S, seconds)
-    outcome = replay(epochs, PACKERS[packer](capacity), watch=None if told is None else _watching(told))
+    outcome = replay(epochs, _scheduler(packer, capacity, slack), watch=None if told is None else _watching(told))
     first = int(arrivals[setup.skip].time_s / _EPOCH_S)
     all_gpus = np.array(outcome.gpus)
     all_bound = np.array([mell.lower_bound(each.values(), capacity) for each in sizes])
@@ -85,6 +92,12 @@ def pack(setup: Setup, packer: str, told: Callable[[int, float], None] | None = 
         "redispatched": sum(outcome.redispatched[first:]),
         "gpus_over_time": _over_time(setup.tp * all_gpus, setup.tp * all_bound),
     }
+
+
+def _scheduler(packer: str, capacity: int, slack: float | None) -> Scheduler:
+    if packer != "mell":
+        return _BASELINES[packer](capacity)
+    return mell.Mell(capacity, mell.Settings(slack=None if slack is None else int(slack * capacity)))
 
 
 def _watching(told: Callable[[int, float], None]) -> Callable[[Epoch, mell.Plan], None]:

@@ -58,6 +58,9 @@ class Setup:
         seed: Determines everything that is drawn.
         fetch: Whether instances fetch prefixes from each other where it pays.
         learn: As in `Cluster`.
+        ttl_s: As in `Cluster`; 0: forever.
+        cap: The load cap of the scheduler, as in `routing.Balance`.
+        thrift: As in `routing.QueuePlusExec`; for no other policy.
         batch_tokens: As in `Batching`.
         batch_requests: As in `Batching`.
     """
@@ -83,6 +86,9 @@ class Setup:
     seed: int = 0
     fetch: bool = False
     learn: Literal["response", "dispatch", "events"] = "response"
+    ttl_s: float = 300.0
+    cap: float = 2.0
+    thrift: float | None = None
     batch_tokens: int = 8192
     batch_requests: int = 256
 
@@ -118,6 +124,11 @@ class Setup:
         most = self.requests or (_REQUESTS if self.trace is None else None)
         if most is not None:
             self.check_skip(most)
+        if not (0 <= self.ttl_s <= _MOST and self.cap >= 1):
+            raise ArgumentError(f"ttl_s is {self.ttl_s}, at least 0; cap is {self.cap}, at least 1")
+        if self.thrift is not None and self.policy != "queue-plus-exec":
+            raise ArgumentError(f"thrift is {self.thrift:g}; it is of the policy queue-plus-exec, not of {self.policy}")
+        self._policy()  # checks the thrift
         if self.link_gb_s is not None and not self.link_gb_s > 0:
             raise ArgumentError(f"link_gb_s is {self.link_gb_s}; it must be above 0")
 
@@ -180,7 +191,7 @@ class Setup:
             self.cost_model,
             unit,
             hbm,
-            POLICIES[self.policy],
+            self._policy,
             dram_blocks=dram,
             colocated=0 if self.prefill or self.decode else self.gpus // self.tp,
             prefill=self.prefill,
@@ -188,8 +199,15 @@ class Setup:
             link=cost.Link(link_gb_s * 1e9 * self.tp, latency_s=1e-5),
             fetch=self.fetch,
             learn=self.learn,
+            ttl_s=self.ttl_s or None,
+            balance=routing.Balance(cap=self.cap, warmup_s=0.0),
             batching=Batching(self.batch_tokens, self.batch_requests),
         )
+
+    def _policy(self) -> routing.Policy:
+        if self.thrift is not None:
+            return routing.QueuePlusExec(self.thrift)
+        return POLICIES[self.policy]()
 
     def run(self, told: Callable[[int, float], None] | None = None) -> Measures:
         """Simulates it. Same setup, same measures.
@@ -202,10 +220,21 @@ class Setup:
                 short that all its requests are skipped.
         """
         workload = self.make_workload()
+        self.check_sessions(workload)
         cluster = self.make_cluster(workload.block_tokens)
         measures = ClusterSim(cluster, skip=self.skip, told=told).run(workload.start())
         self.check_skip(measures.arrived)
         return measures
+
+    def check_sessions(self, workload: Workload) -> None:
+        """Raises ArgumentError if the policy goes by sessions and the workload's first request is of none."""
+        if self.policy != "session-id":
+            return
+        first = next(iter(workload.start()), None)
+        if first is not None and first.session is None:
+            raise ArgumentError(
+                f"{workload.name}: row 1 names no session, which the policy session-id goes by: choose another policy"
+            )
 
     def check_skip(self, requests: int) -> None:
         """Raises ArgumentError if `skip` leaves none of the requests to measure."""

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, isfinite
+from typing import Final
 
 from kvpool.errors import ArgumentError
 from kvpool.sim.measures import Measures
 from kvpool.sim.setup import Setup
 from kvpool.sim.sketch import Sketch
 
-__all__ = ["Slo", "Try", "find_gpus"]
+__all__ = ["Slo", "Try", "find_gpus", "out_of_reach"]
+
+_ALONE_RATE: Final = 1e-3  # requests a second
+_AMPLE_GB: Final = 1e6
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,36 @@ class Try:
     kept: bool
 
 
+def out_of_reach(setup: Setup, slo: Slo, measures: Measures) -> str | None:
+    """Why no number of GPUs keeps a promise, or None where some number may.
+
+    Requests that are longer than an instance has room for are refused by any number of instances. And no cluster is
+    faster than one whose requests come one by one, minutes apart, to instances that have HBM for everything that was
+    ever computed: there nothing waits, and all that can be cached is.
+
+    Args:
+        setup: Its number of GPUs and its rate do not matter.
+        slo: The promise.
+        measures: Of a run of any size.
+
+    Raises:
+        ArgumentError: As `find_gpus`.
+    """
+    if not slo.can_be_kept(measures):
+        return (
+            f"{measures.refused:,} of {measures.arrived:,} requests need more KV than one instance has room for "
+            f"({setup.hbm_gb_each * setup.tp:g} GB)"
+        )
+    alone = replace(setup.of_size(1), rate=_ALONE_RATE, rate_scale=1.0, hbm_gb=_AMPLE_GB, ttl_s=0.0).run()
+    for name, most in (("ttft_s", slo.ttft_s), ("tpot_s", slo.tpot_s)):
+        if most is not None and (best := getattr(alone, name).quantile(slo.quantile)) > most:
+            return (
+                f"a request that waits for no other, with all that can be cached, has {name[:4].upper()} of "
+                f"{best:.3g} s at {slo.quantile:.3g} of requests: faster or more GPUs an instance (--tp) would help"
+            )
+    return None
+
+
 def find_gpus(
     setup: Setup,
     slo: Slo,
@@ -92,6 +126,7 @@ def find_gpus(
     *,
     told: Callable[[int, float], None] | None = None,
     tried: Callable[[Try], None] | None = None,
+    hopeless: Callable[[str], None] | None = None,
 ) -> tuple[Try | None, list[Try]]:
     """The smallest cluster of a kind that keeps a promise, by doubling and then halving the gap.
 
@@ -103,6 +138,7 @@ def find_gpus(
         gpus_max: More are not tried.
         told: As in `ClusterSim`.
         tried: Called after each size.
+        hopeless: Called with the reason if no number of GPUs keeps it (`out_of_reach`); then no more are tried.
 
     Returns:
         The smallest that keeps it, or None if `gpus_max` do not, or so much is refused that no number does; and all
@@ -128,6 +164,10 @@ def find_gpus(
             f"the smallest cluster has {setup.of_size(1).gpu_count} GPUs, at most {gpus_max} are allowed"
         )
     below, above = 0, 1  # `below` does not keep it
+    if not keeps(1) and (reason := out_of_reach(setup, slo, tries[1].measures)) is not None:
+        if hopeless is not None:
+            hopeless(reason)
+        return None, [tries[1]]
     while not keeps(above):
         if above == largest or not slo.can_be_kept(tries[above].measures):
             return None, [tries[factor] for factor in sorted(tries)]

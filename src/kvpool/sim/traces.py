@@ -20,6 +20,7 @@ import lzma
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from itertools import count, islice
+from math import isfinite
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TextIO
 
@@ -31,6 +32,7 @@ from kvpool.sim.requests import FreshIds, Ids, SimRequest, Workload
 __all__ = ["Row", "open_trace"]
 
 _MAGIC: Final[dict[bytes, Callable[..., Any]]] = {b"\xfd7zXZ\x00": lzma.open, b"\x1f\x8b": gzip.open, b"BZh": bz2.open}
+_ENCODING: Final = "utf-8-sig"  # spreadsheets write a byte order mark, which is no part of the first name
 _LOOK: Final = 200  # rows that are examined to find the size of a block
 _BLOCKS: Final = tuple(1 << power for power in range(11, -1, -1))  # the largest that fits is taken
 _WINDOW: Final = 4096  # rows that may be out of order
@@ -99,9 +101,10 @@ def open_trace(
         block = block_tokens or _BLOCK_DEFAULT
     else:
         block = block_tokens or _block_size(path, first)
+        list(islice(_rows(path, block), _LOOK))  # a size that contradicts the trace is refused here
 
     def start() -> Iterator[SimRequest]:
-        rows: Iterable[Row] = _rows(path)
+        rows: Iterable[Row] = _rows(path, block)
         if limit is not None:
             rows = islice(rows, limit)
         timed = _at_rate(rows, rate, seed) if rate is not None else _in_order(path, rows)
@@ -118,31 +121,71 @@ def _open(path: Path) -> TextIO:
         head = file.read(8)
     for magic, opener in _MAGIC.items():
         if head.startswith(magic):
-            opened: TextIO = opener(path, "rt", encoding="utf-8")
+            opened: TextIO = opener(path, "rt", encoding=_ENCODING)
             return opened
-    return path.open(encoding="utf-8")
+    return path.open(encoding=_ENCODING)
 
 
-def _rows(path: Path) -> Iterator[Row]:
-    """The rows of a file. Any fault in it becomes an ArgumentError that says where."""
+def _rows(path: Path, block: int | None = None) -> Iterator[Row]:
+    """The rows of a file, which all say as much as the first one. A fault becomes an ArgumentError that says where.
+
+    Args:
+        path: The file.
+        block: Tokens for which a hash id stands, if that is known: then each prompt must have as many ids as blocks.
+    """
+    first = None
+    for number, row in _parsed(path):
+        first = first or row
+        try:
+            _check_row(row, first, block)
+        except ValueError as error:
+            raise ArgumentError(f"{path}: row {number}: {error}") from error
+        yield row
+
+
+def _check_row(row: Row, first: Row, block: int | None) -> None:
+    """Raises ValueError if it says more or less than the first row, or its ids do not fit its length."""
+    for name, has, should in (
+        ("hash_ids", row.ids is not None, first.ids is not None),
+        ("arrival time", row.time_s is not None, first.time_s is not None),
+        ("session", row.session is not None, first.session is not None),
+    ):
+        if has != should:
+            raise ValueError(
+                f"it has {'a' if has else 'no'} {name}, and the first row has {'one' if should else 'none'}"
+            )
+    if row.time_s is not None and not isfinite(row.time_s):
+        raise ValueError(f"its arrival time is {row.time_s}")
+    if row.ids is None:
+        return
+    if wrong := [each for each in row.ids if type(each) is not int or each < 0]:
+        raise ValueError(f"hash id {wrong[0]!r} is no whole number from 0")
+    if block is not None and not row.prompt // block <= len(row.ids) <= -(-row.prompt // block):
+        raise ValueError(
+            f"{len(row.ids)} hash ids for {row.prompt} tokens, which are {-(-row.prompt // block)} blocks of {block}"
+        )
+
+
+def _parsed(path: Path) -> Iterator[tuple[int, Row]]:
+    """The rows, each with its number."""
     number = 0
     try:
         with _open(path) as lines:
             header = next((line for line in lines if line.strip()), "")
             number = 1
             if header.lstrip().startswith("{"):
-                yield _json_row(header)
+                yield number, _json_row(header)
                 for line in lines:
                     number += 1
                     if line.strip():
-                        yield _json_row(line)
+                        yield number, _json_row(line)
             elif header:
                 reader = csv.reader(lines)
                 parse = _csv_parser(path, next(csv.reader([header])))
                 for fields in reader:
                     number += 1
                     if fields:
-                        yield parse(fields)
+                        yield number, parse(fields)
     except (OSError, EOFError, lzma.LZMAError) as error:
         raise ArgumentError(f"{path}: cannot be read: {error}") from error
     except (ValueError, KeyError, IndexError, TypeError, csv.Error) as error:

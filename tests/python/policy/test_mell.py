@@ -173,9 +173,9 @@ def test_the_nearer_of_two_gpus_is_taken_where_distance_counts():
     def distance(first, second):
         return float(first // 4 != second // 4)
 
-    near = mell.Settings(consolidate=False, weights=mell.Weights(1.0, 0.0, 10.0), distance=distance)
+    near = mell.Settings(slack=0, consolidate=False, weights=mell.Weights(1.0, 0.0, 10.0), distance=distance)
     taken = []
-    for chosen in (mell.Settings(consolidate=False), near):
+    for chosen in (mell.Settings(slack=0, consolidate=False), near):
         scheduler = mell.Mell(1000, chosen)
         for number, sizes in {1: [199, 199, 199, 198], 4: [200] * 5, 5: [193, 193, 192, 192]}.items():
             for part, size in enumerate(sizes):
@@ -183,6 +183,21 @@ def test_the_nearer_of_two_gpus_is_taken_where_distance_counts():
         scheduler.audit()
         taken.append(scheduler.grow((4, 0), 210).moves[0].destination)
     assert taken == [1, 5]
+
+
+def test_the_slack_is_a_fortieth_of_a_gpu_unless_it_is_given():
+    plans = []
+    for chosen in (None, mell.Settings(), mell.Settings(slack=25), mell.Settings(slack=0)):
+        driver = Driver(capacity=1000, settings=chosen)
+        rng = random.Random(3)
+        driver.batch(arrivals=[(number, rng.randint(20, 250)) for number in range(60)])
+        made = []
+        for _ in range(20):
+            grown = [(number, min(size + 5, 1000)) for number, size in driver.scheduler.sizes.items()]
+            made.append(driver.batch(growths=grown))
+        plans.append(made)
+    assert plans[0] == plans[1] == plans[2] != plans[3]
+    assert mell.Settings().slack_of(1039) == 25
 
 
 def test_slack_saves_moves():

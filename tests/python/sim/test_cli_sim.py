@@ -82,15 +82,21 @@ def test_gpus_for_a_promise(capsys):
     found = asked(capsys, "--find-gpus", "--slo-ttft", "5")
     assert found["gpus_needed"] == 1
     assert found["runs"][0]["kept"] is True
-    assert cli.main([*QUICK, "--find-gpus", "--slo-tpot", "1e-6", "--gpus-max", "2"]) == 0
-    assert "2 GPUs do not keep TPOT" in capsys.readouterr().out
+    assert found["out_of_reach"] is None
+    assert cli.main([*QUICK, "--find-gpus", "--slo-tpot", "1e-6"]) == 0
+    assert (
+        "No number of GPUs keeps TPOT of 1e-06 s for 0.99 of requests: a request that waits" in capsys.readouterr().out
+    )
+    crowded = ["--rate", "2000", "--model", "llama-2-13b", "--find-gpus", "--slo-ttft", "1", "--gpus-max", "1"]
+    assert cli.main([*QUICK, *crowded]) == 0
+    assert "1 GPUs do not keep TTFT" in capsys.readouterr().out
 
 
 def test_refused_requests_break_the_promise_and_the_answer_says_so(capsys):
     assert cli.main([*QUICK, "--hbm-gb", "0.12", "--find-gpus", "--slo-ttft", "1000"]) == 0
     out = capsys.readouterr().out
-    assert "1024 GPUs do not keep TTFT" in out
-    assert "refused requests count as broken promises" in out
+    assert "No number of GPUs keeps TTFT of 1000 s" in out
+    assert "requests need more KV than one instance has room for (0.12 GB)" in out
 
 
 PACKED = ["sim", "--workload", "poisson", "--requests", "100", "--policy", "mell", "--hbm-gb", "2"]
@@ -122,6 +128,9 @@ def test_packing_reports_its_progress_unless_it_is_to_be_quiet(capsys, monkeypat
         ["--link-gb-s", "10"],
         ["--fetch"],
         ["--learn", "response"],
+        ["--ttl", "300"],
+        ["--cap", "2"],
+        ["--thrift", "0"],
         ["--batch-tokens", "8192"],
         ["--batch-requests", "256"],
         ["--sweep", "dram=1"],
@@ -160,6 +169,53 @@ def test_a_limit_shows_the_share_of_requests_that_keep_it(capsys):
     out = capsys.readouterr().out
     assert "TTFT <= 0.02s" in out
     assert "not kept" in out
+
+
+def test_the_routers_options_change_what_it_does(capsys):
+    busy = ["--requests", "600", "--rate", "60", "--hbm-gb", "1.5", "--gpus", "4", "--model", "llama-2-13b"]
+    plain, *others = (
+        asked(capsys, *busy, *options)["runs"][0] for options in ([], ["--ttl", "0.5"], ["--thrift", "50"])
+    )
+    assert all(run["ttft_s"] != plain["ttft_s"] for run in others)
+    same = asked(capsys, *busy, "--ttl", "300", "--cap", "2", "--thrift", "0")["runs"][0]
+    assert same == plain
+
+
+def test_the_table_has_utilisation_and_tokens_a_second(capsys):
+    run = asked(capsys)["runs"][0]
+    assert 0 < run["utilisation"] < 1
+    assert run["tokens_per_s"] == pytest.approx(run["output_tokens"] / run["end_s"])
+    assert cli.main(QUICK) == 0
+    out = capsys.readouterr().out
+    assert f"{run['utilisation']:.0%}" in out
+    assert f"{run['tokens_per_s']:,.0f}" in out
+    assert asked(capsys, "--skip", "60")["runs"][0]["tokens_per_s"] == run["tokens_per_s"]  # of all requests
+
+
+def test_slack_trades_moves_for_gpus(capsys):
+    packed = []
+    for options in ([], ["--slack", "0.025"], ["--slack", "0"], ["--slack", "0.25"]):
+        assert cli.main([*PACKED[:4], "2000", *PACKED[5:], "--rate", "20", "--json", "--quiet", *options]) == 0
+        packed.append(json.loads(capsys.readouterr().out)["packed"])
+    assert packed[0] == packed[1]
+    moves = [each["moves_per_s"] for each in packed[1:]]
+    assert moves[0] < moves[1]
+    assert packed[3]["gpus"]["mean"] > packed[2]["gpus"]["mean"]
+    assert cli.main([*PACKED, "--slack", "0.3"]) == 2
+    assert "from 0 to 0.25" in capsys.readouterr().err
+
+
+def test_a_block_size_that_contradicts_the_trace_and_a_byte_order_mark(capsys, tmp_path):
+    rows = [{"timestamp": at, "input_length": 1024, "output_length": 2, "hash_ids": [1, at + 2]} for at in range(5)]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("\ufeff" + "\n".join(map(json.dumps, rows)))
+    command = ["sim", "--trace", str(trace), "--quiet", "--gpus", "1"]
+    assert cli.main([*command, "--block-tokens", "512"]) == 0
+    capsys.readouterr()
+    assert cli.main([*command, "--block-tokens", "16"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.endswith("row 1: 2 hash ids for 1024 tokens, which are 64 blocks of 16\n")
+    assert captured.out == ""
 
 
 def test_an_overloaded_cluster_and_refused_requests_are_reported(capsys):
@@ -207,6 +263,16 @@ def test_an_overloaded_cluster_and_refused_requests_are_reported(capsys):
         (["--batch-requests", "0"], "batch_requests"),
         (["--find-gpus", "--slo-ttft", "inf"], "promised"),
         (["--out", "/dev/null/x"], "--out"),
+        (["--ttl", "-1"], "ttl_s"),
+        (["--ttl", "nan"], "ttl_s"),
+        (["--cap", "0.5"], "cap"),
+        (["--cap", "nan"], "cap"),
+        (["--thrift", "-1"], "thrift"),
+        (["--thrift", "1", "--policy", "least-load"], "queue-plus-exec"),
+        (["--slack", "0.1"], "--policy mell"),
+        (["--slack", "0.1", "--policy", "best-fit"], "--policy mell"),
+        (["--workload", "poisson", "--policy", "session-id"], "row 1 names no session"),
+        (["--workload", "poisson", "--sweep", "policy=least-load,session-id"], "row 1 names no session"),
     ],
 )
 def test_a_wrong_question_is_one_line(capsys, arguments, text):

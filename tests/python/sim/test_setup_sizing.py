@@ -108,10 +108,27 @@ def test_a_promise_takes_the_fewest_gpus_that_keep_it():
     assert found.setup.gpus > 1
 
 
+def test_ttl_and_cap_are_the_schedulers():
+    cluster = replace(SMALL, ttl_s=7.0, cap=1.5).make_cluster(16)
+    assert (cluster.ttl_s, cluster.balance.cap, cluster.balance.warmup_s) == (7.0, 1.5, 0.0)
+    assert replace(SMALL, ttl_s=0.0).make_cluster(16).ttl_s is None
+
+
 def test_a_promise_that_no_cluster_keeps_and_one_of_split_clusters():
-    nothing, tries = find_gpus(SMALL, Slo(tpot_s=1e-6), gpus_max=3)
+    reasons = []
+    nothing, tries = find_gpus(SMALL, Slo(tpot_s=1e-6), gpus_max=3, hopeless=reasons.append)
     assert nothing is None
-    assert [each.setup.gpus for each in tries] == [1, 2, 3]
+    assert [each.setup.gpus for each in tries] == [1]  # one request alone is slower
+    assert "waits for no other" in reasons[0]
+    assert "TPOT" in reasons[0]
+    crowded = replace(SMALL, rate=200.0, model="llama-2-13b")
+    best = replace(crowded, rate=0.001, gpus=1, hbm_gb=1e6).run().ttft_s.quantile(0.9)
+    nothing, tries = find_gpus(crowded, Slo(ttft_s=best * 1.02, quantile=0.9), gpus_max=3, hopeless=reasons.append)
+    assert nothing is None
+    assert [each.setup.gpus for each in tries] == [1, 2, 3]  # more might do
+    assert len(reasons) == 1
+    nothing, tries = find_gpus(crowded, Slo(ttft_s=best * 0.98, quantile=0.9), gpus_max=3, hopeless=reasons.append)
+    assert (nothing, len(tries), len(reasons)) == (None, 1, 2)
     found, _ = find_gpus(replace(SMALL, prefill=2, decode=1), Slo(ttft_s=100.0))
     assert found is not None
     assert (found.setup.prefill, found.setup.decode, found.setup.gpu_count) == (2, 1, 3)

@@ -64,7 +64,7 @@ class GrowthOperation(MidOperation):
         """What overflows makes the smallest sufficient T leave, or small requests, or this one."""
         excess = gpu.used + size - self.fleet.sizes[request] - self.fleet.capacity
         if excess > 0:
-            wished = excess + self.settings.slack
+            wished = excess + self._slack
             others = [unit for unit in self.units(gpu, excess, but=request) if unit.size >= excess]
             others = [unit for unit in others if unit.size >= wished] or others
             unit = min(others, key=lambda unit: unit.size, default=None)

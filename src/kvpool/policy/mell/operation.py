@@ -44,6 +44,7 @@ class Operation:
     def __init__(self, fleet: Fleet, settings: Settings, before: Mapping[RequestId, int]) -> None:
         self.fleet = fleet
         self.settings = settings
+        self._slack = settings.slack_of(fleet.capacity)
         self.moves: list[Move] = []
         self.new: dict[RequestId, None] = {}
         self.before = before
@@ -122,7 +123,7 @@ class Operation:
         fleet = self.fleet
         if fleet.low and fleet.tee_gpus:
             return next(number for _, number in fleet.low.at_most(fleet.capacity))
-        found = self.best(fleet.small_room if small else fleet.tee_room, size + self.settings.slack, source)
+        found = self.best(fleet.small_room if small else fleet.tee_room, size + self._slack, source)
         if found is not None:
             return found
         for _, number in fleet.low.at_most(fleet.capacity):
@@ -163,7 +164,7 @@ class Operation:
 
     def evict(self, gpu: Gpu, excess: int, but: RequestId | None = None) -> None:
         """Moves T and small requests off a GPU until it has `excess` tokens less; at most `Fleet.tee_count` moves."""
-        slack = self.settings.slack
+        slack = self._slack
         while excess > 0:
             units = self.units(gpu, excess, but)
             enough = [unit for unit in units if unit.size >= excess + slack]

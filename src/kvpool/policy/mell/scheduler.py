@@ -80,8 +80,9 @@ class Mell:
         capacity, self._settings = whole(capacity, "the capacity"), _checked(settings or Settings())
         if capacity < 8:
             raise ArgumentError(f"a GPU of {capacity} tokens has no classes; the capacity must be 8 or more")
-        if not 0 <= 4 * self._settings.slack <= capacity:
-            raise ArgumentError(f"a slack of {self._settings.slack} tokens; it must be 0 to C/4, {capacity // 4}")
+        slack = self._settings.slack_of(capacity)
+        if not 0 <= 4 * slack <= capacity:
+            raise ArgumentError(f"a slack of {slack} tokens; it must be 0 to C/4, {capacity // 4}")
         self._fleet = Fleet(capacity)
 
     # ---- what is
@@ -321,7 +322,8 @@ def _checked(settings: Settings) -> Settings:
     reserve, candidates = whole(settings.reserve, "reserve"), whole(settings.candidates, "candidates")
     if reserve < 0 or candidates < 1:
         raise ArgumentError(f"reserve {reserve} must be 0 tokens or more, and candidates {candidates} 1 or more")
-    return replace(settings, slack=whole(settings.slack, "slack"), reserve=reserve, candidates=candidates)
+    slack = None if settings.slack is None else whole(settings.slack, "slack")
+    return replace(settings, slack=slack, reserve=reserve, candidates=candidates)
 
 
 def _size(entry: tuple[RequestId, int]) -> int:
