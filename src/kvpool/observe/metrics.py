@@ -69,6 +69,7 @@ _PEER_GAUGES: Final = (
     ("kvpool_peer_lent_blocks", "Blocks of this pool that a peer has borrowed.", "lent_blocks"),
     ("kvpool_peer_borrowed_blocks", "Blocks of a peer that this pool has borrowed.", "borrowed_blocks"),
     ("kvpool_peer_reserved_blocks", "Blocks of this pool for transfers of a peer under way.", "reserved_blocks"),
+    ("kvpool_peer_transfers_under_way", "Transfers to a peer that have not ended.", "transfers"),
 )
 
 
@@ -78,7 +79,7 @@ class PoolCollector(Collector):
     Every sample has the label `pool`. A closed pool has only `kvpool_up`, which is 0. Thread-safe.
 
     Args:
-        pools: A pool, whose label is its name among peers ("" before it has any); or pools by their labels. They are
+        pools: A pool, whose label is its name among peers, also before it has any; or pools by their labels. They are
             kept alive until the collector is dropped.
         peers_max: The most peers with separate samples, by name; the rest share one sample, so that the number of
             series is bounded.
@@ -101,11 +102,13 @@ class PoolCollector(Collector):
         """Asks the pools. Called by the registry at every scrape."""
         families = _Families()
         for label, pool in self._pools:
+            name = pool._own_name if label is None else label
             try:
-                name = label if label is not None else pool.peers.name or ""
+                if label is None:
+                    name = pool.peers.name or name  # `attach` may have given another one
                 stats, peers, transfers = pool.stats(), pool.peers.list(), pool.peers.totals()
             except ClosedError:
-                families.gauge("kvpool_up", "Whether the pool is open.", [label or ""], 0)
+                families.gauge("kvpool_up", "Whether the pool is open.", [name], 0)
                 continue
             families.gauge("kvpool_up", "Whether the pool is open.", [name], 1)
             _add_memory(families, name, pool)
@@ -277,6 +280,21 @@ def _add_peers(families: _Families, pool_name: str, peers: list[PeerInfo], peers
         if len(ordered) > peers_max:
             rest = sum(getattr(peer, field) for peer in ordered[peers_max:])
             families.gauge(name, text, [pool_name, _OTHERS], rest, "peer")
+
+    for peer in ordered[:peers_max]:
+        _add_routes(families, pool_name, peer)
+
+
+def _add_routes(families: _Families, pool_name: str, peer: PeerInfo) -> None:
+    """How a peer is reached: every route, whether it is the first choice, and what it has failed."""
+    failing = {report.route: report for report in peer.failing_routes}
+    for place, route in enumerate(dict.fromkeys(peer.routes)):
+        labels = [pool_name, peer.name, route]
+        text = "1 for the cheapest route to a peer, 0 for others that it can be reached by."
+        families.gauge("kvpool_peer_route", text, labels, 0 if place else 1, "peer", "route")
+        text = "Transfers that a route to a peer has failed in a row; 0 for one that works."
+        failures = failing[route].failures if route in failing else 0
+        families.gauge("kvpool_peer_route_failures", text, labels, failures, "peer", "route")
 
 
 def _add_transfers(families: _Families, pool_name: str, transfers: Mapping[str, TransferTotals]) -> None:

@@ -50,7 +50,9 @@ def attach(
             "the pool's setting secret differs from the secret that the local cluster generated: leave it out"
         )
     own = pool.settings
-    wanted = dataclasses.replace(own, name=own.name if name is None else name, secret=cluster.secret or own.secret)
+    wanted = dataclasses.replace(
+        own, name=pool._own_name if name is None else name, secret=cluster.secret or own.secret
+    )
     for address in addresses:
         if address.startswith("tcp:") and not wanted.secret:
             raise ArgumentError(f"listen: {address} needs a secret: give every member's pool the same setting secret")

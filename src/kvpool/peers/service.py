@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
+import os
+import secrets
+import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -40,8 +44,14 @@ class NetworkedPool(_core.Pool):
         self._first_calls = 0  # under _serving: calls of listen and connect that share it
         self._exporting = threading.Lock()
         self._rank_address: str | None = None  # under _exporting
+        self._made_up = f"{socket.gethostname() or 'pool'}-{os.getpid()}-{secrets.token_hex(4)}"
         self._received_callback: CallbackSlot[ReceivedCallback] = CallbackSlot(self._serving)
         self._peer_callback: CallbackSlot[PeerCallback] = CallbackSlot(self._serving)
+
+    @property
+    def _own_name(self) -> str:
+        """The name that peers get to know, from the start: the setting, or host, process and a random number."""
+        return self.settings.name or self._made_up
 
     @contextlib.contextmanager
     def _speaking(self) -> Iterator[None]:
@@ -64,7 +74,7 @@ class NetworkedPool(_core.Pool):
             if self._name() is not None:
                 return False
             if not self._prepared:
-                wanted = self.settings
+                wanted = dataclasses.replace(self.settings, name=self._own_name)
                 try:
                     self._notes = self._start_service(wanted, ucx_library(wanted.ucx), nccl_library(wanted.nccl))
                     self._prepared = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import urllib.error
 import urllib.request
@@ -118,6 +119,25 @@ def test_pools_share_families(pool):
         assert value(samples, "kvpool_capacity_blocks", pool="b", medium="hbm") == 4
 
 
+def test_a_pool_has_its_name_from_the_start():
+    with small_pool() as pool, small_pool(name="b") as named:
+        (before,) = (dict(labels)["pool"] for name, labels in scraped(pool) if name == "kvpool_up")
+        assert before
+        assert pool.peers.name is None
+        pool.peers.listen(f"unix:@kvpool-name-{os.getpid()}")
+        assert pool.peers.name == before
+        assert value(scraped(pool), "kvpool_up", pool=before) == 1
+        assert value(scraped(named), "kvpool_up", pool="b") == 1
+    assert value(scraped(pool), "kvpool_up", pool=before) == 0
+    with small_pool() as one, small_pool() as two:
+        assert one._own_name != two._own_name
+
+
+def test_a_pool_has_the_name_by_which_it_is_attached(url):
+    with member(url, "a") as (pool, *_):
+        assert value(scraped(pool), "kvpool_up", pool="a") == 1
+
+
 def test_a_registry_takes_no_two_collectors_of_the_same_names(pool):
     registry = CollectorRegistry()
     registry.register(PoolCollector(pool))
@@ -139,6 +159,12 @@ def test_peers_and_transfers_are_reported():
         samples = scraped(pool)
         assert value(samples, "kvpool_peers") == 1
         assert value(samples, "kvpool_peer_borrowed_blocks", peer=pair.to_b) == len(lent)
+        assert value(samples, "kvpool_peer_transfers_under_way", peer=pair.to_b) == 0
+        assert value(samples, "kvpool_peer_route", peer=pair.to_b, route="loopback") == 1
+        assert value(samples, "kvpool_peer_route_failures", peer=pair.to_b, route="loopback") == 0
+        routes = [number for (name, _), number in samples.items() if name == "kvpool_peer_route"]
+        assert sum(routes) == 1
+        assert len(routes) == len(set(pool.peers.list()[0].routes))
         assert value(samples, "kvpool_transfers_total", kind="send", outcome="ok") == 1
         assert value(samples, "kvpool_transfers_total", kind="send", outcome="Cancelled") == 1
         assert value(samples, "kvpool_transfers_total", kind="fetch", outcome="ok") == 1
