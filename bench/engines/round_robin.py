@@ -9,7 +9,7 @@ import itertools
 import sys
 from collections.abc import AsyncIterator, Sequence
 
-import httpx
+import httpx2 as httpx
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request

@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import median
 
-import httpx
+import httpx2 as httpx
 
 from bench.engines.vllm_servers import BLOCK, MODEL, PYTHON, ROOT, Server, environment, free_port, router
 

@@ -84,7 +84,7 @@ PYTHON_EXTRAS = {
     "cli/sim_show.py": {"matplotlib", "rich"},
     "cli/top.py": {"rich"},
     "control/reading": {"msgspec", "tokenizers"},
-    "control/router": {"anyio", "h11", "httpx", "prometheus_client", "starlette", "uvicorn"},
+    "control/router": {"anyio", "h11", "httpx", "httpx2", "prometheus_client", "starlette", "uvicorn"},
 }
 
 

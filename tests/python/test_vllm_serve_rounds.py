@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-httpx = pytest.importorskip("httpx")
+httpx = pytest.importorskip("httpx2")
 
 from bench.engines import vllm_serve  # noqa: E402
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2 as httpx
 from vllm_process import Engine, environment_of
 
 from bench.engines import vllm_servers

@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2 as httpx
 import pytest
 from served import cached_of, eventually, router
 from vllm_process import BLOCK, PYTHON, ROOT, needs_vllm

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
-import httpx
+import httpx2 as httpx
 import pytest
 from router.router_kit import PATIENCE_S, eventually, fakes, routing
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import httpx
+import httpx2 as httpx
 import pytest
 import uvicorn
 from router.router_kit import PATIENCE_S, _Thread, eventually, fakes, routing

@@ -8,7 +8,7 @@ import signal
 from dataclasses import replace
 from itertools import pairwise
 
-import httpx
+import httpx2 as httpx
 import pytest
 from router.router_kit import (
     PATIENCE_S,

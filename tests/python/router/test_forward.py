@@ -8,7 +8,7 @@ import json
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
+import httpx2 as httpx
 import pytest
 from router.router_kit import PATIENCE_S, Running, events, eventually, fakes, logged, routing, unheard
 

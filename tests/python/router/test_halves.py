@@ -6,7 +6,7 @@ import gc
 import json
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
+import httpx2 as httpx
 import pytest
 from router.router_kit import asked_of, events, eventually, fakes, logged, routing, unheard
 

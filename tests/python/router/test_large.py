@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
+import httpx2 as httpx
 import pytest
 from router.router_kit import PATIENCE_S, Running, eventually, fakes, processes, routing, unheard
 from router.test_command import listening

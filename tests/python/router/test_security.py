@@ -7,7 +7,7 @@ import socket
 import ssl
 from pathlib import Path
 
-import httpx
+import httpx2 as httpx
 import pytest
 from router.router_kit import ADMIN_KEY, PATIENCE_S, eventually, fakes, logged, routing
 from router.test_command import command

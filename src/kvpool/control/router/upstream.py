@@ -1,4 +1,4 @@
-"""HTTP to one instance. The only place that knows httpx: its errors become `UpstreamError` here."""
+"""HTTP to one instance. The only place that knows httpx2: its errors become `UpstreamError` here."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ import errno
 import os
 import socket
 import ssl
+import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from functools import cache
 from typing import Final
 
 import anyio
-import httpx
 
 from kvpool.control.router.body import Body
 from kvpool.control.router.settings import InstanceSpec, RouterSettings
+
+if sys.version_info >= (3, 11):
+    import httpx2 as httpx
+else:  # httpx2, which goes on with it, does not run there
+    import httpx
 
 __all__ = ["Answer", "Asker", "Headers", "Prober", "Upstream", "UpstreamError"]
 
