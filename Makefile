@@ -136,9 +136,9 @@ bench: $(DONE)/torch $(DONE)/module-release $(DONE)/package-dev ## measure, besi
 	@$(call module_in,release) $(BIN)/python bench/run.py
 
 .PHONY: docs
-docs: $(DONE)/module-tests $(DONE)/package-dev ## API reference in build/docs
-	$(call say,API reference)
-	@$(BIN)/pdoc --docformat google --output-directory build/docs kvpool
+docs: $(DONE)/module-tests $(DONE)/package-dev ## the documentation site in build/docs
+	$(call say,Documentation site)
+	@$(BIN)/python -m tools.site build/docs
 	@echo "build/docs/index.html"
 
 # ---- tests

@@ -30,6 +30,7 @@ void bind_keyed(pybind11::module_& module);  // after bind_pool
 void bind_heartbeat(pybind11::module_& module);
 void bind_machine(pybind11::module_& module);
 void bind_reshard(pybind11::module_& module);
+void show_signatures(pybind11::module_& module);  // after all of them
 
 // Methods of the pool that move blocks between its tiers, and the classes that they return. bind_pool calls it.
 void bind_swap(pybind11::module_& module, PoolClass& pool);

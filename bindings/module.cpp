@@ -17,4 +17,5 @@ PYBIND11_MODULE(_core, module) {
   kvpool::bindings::bind_instance_index(module);
   kvpool::bindings::bind_keyed(module);
   kvpool::bindings::bind_reshard(module);
+  kvpool::bindings::show_signatures(module);
 }

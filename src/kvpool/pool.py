@@ -18,7 +18,7 @@ from kvpool.index import EventStream, MatchReport
 from kvpool.peers import Attachment, Inbox, NetworkedPool, Peers, Ranks
 from kvpool.peers.attach import attach
 from kvpool.transfer import Batch, ParallelConfig
-from kvpool.types import DRAM, HBM, KVLayout, Medium, OneMedium, RawLayout
+from kvpool.types import DRAM, HBM, KVLayout, Medium, OneMedium, RawLayout, TokenVector
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # of mypy's: Python 3.10 has none
@@ -277,7 +277,7 @@ class Pool(NetworkedPool):
         """The batch forms of match, insert and transfer."""
         return Batch(self)
 
-    def explain_match(self, tokens: _core.TokenVector, namespace: str = "") -> MatchReport:
+    def explain_match(self, tokens: TokenVector, namespace: str = "") -> MatchReport:
         """Explains what match would find, and why it ends there. Pins nothing and does not count as a use.
 
         Args:

@@ -21,7 +21,14 @@ from kvpool import cli, config
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-LINKED = [*DOCS, *(path for found in ("C*.md", "examples/**/*.md", "bench/*.md", "deploy/*.md") for path in sorted(ROOT.glob(found)))]
+LINKED = [
+    *DOCS,
+    *(
+        path
+        for found in ("[CS]*.md", "examples/**/*.md", "bench/*.md", "deploy/*.md")
+        for path in sorted(ROOT.glob(found))
+    ),
+]
 INVARIANTS = ROOT / "docs" / "invariants.md"
 
 

@@ -139,9 +139,17 @@ def test_the_version_is_stated_once():
 def test_importing_kvpool_imports_numpy_and_nothing_else_foreign():
     code = "import sys, kvpool; print(*{name.split('.')[0] for name in sys.modules})"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert {"torch", "cupy", "vllm", "matplotlib", "rich", "prometheus_client", "zmq", "msgpack", "typing_extensions"} & set(
-        run.stdout.split()
-    ) == set()
+    assert {
+        "torch",
+        "cupy",
+        "vllm",
+        "matplotlib",
+        "rich",
+        "prometheus_client",
+        "zmq",
+        "msgpack",
+        "typing_extensions",
+    } & set(run.stdout.split()) == set()
 
 
 def test_the_package_ships_its_types():

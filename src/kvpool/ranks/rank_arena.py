@@ -13,7 +13,7 @@ from kvpool.transfer.gpu_routes import tell_unused
 from kvpool.transfer.libraries import nccl_library, ucx_library
 from kvpool.transfer.reshard import RankSlice
 from kvpool.transfer.ticket import RankTicket
-from kvpool.types import HBM, KVLayout, Medium, OneMedium
+from kvpool.types import HBM, CudaStream, KVLayout, Medium, OneMedium
 
 __all__ = ["RankArena"]
 
@@ -133,7 +133,7 @@ class RankArena:
         target: Sequence[int],
         medium: OneMedium,
         *,
-        stream: _core.CudaStream | None = None,
+        stream: CudaStream | None = None,
         wait: Literal[True] = True,
     ) -> int: ...
     @overload
@@ -143,7 +143,7 @@ class RankArena:
         target: Sequence[int],
         medium: OneMedium,
         *,
-        stream: _core.CudaStream | None = None,
+        stream: CudaStream | None = None,
         wait: bool,
     ) -> int | _core.BlockCopy: ...
     def copy(
@@ -152,7 +152,7 @@ class RankArena:
         target: Sequence[int],
         medium: OneMedium,
         *,
-        stream: _core.CudaStream | None = None,
+        stream: CudaStream | None = None,
         wait: bool = True,
     ) -> int | _core.BlockCopy:
         """Copies this rank's part of blocks between its HBM and its DRAM. Thread-safe.

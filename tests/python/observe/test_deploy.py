@@ -1,4 +1,4 @@
-"""The board and the alerts in deploy/: every metric and every label that they name exists."""
+"""The dashboard and the alerts in deploy/: every metric and every label that they name exists."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from kvpool.observe import migration_metrics, rebalancing_metrics
 from kvpool.observe.metrics import PoolCollector
 
 DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
-BOARD = json.loads((DEPLOY / "grafana" / "kvpool.json").read_text())
+DASHBOARD = json.loads((DEPLOY / "grafana" / "kvpool.json").read_text())
 ALERTS = (DEPLOY / "prometheus" / "kvpool-alerts.yml").read_text()
 SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
 
 
 def queries() -> list[str]:
-    panels = [panel for panel in BOARD["panels"] if panel["type"] != "row"]
+    panels = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
     assert len(panels) >= 15
     found = [target["expr"] for panel in panels for target in panel["targets"]]
     # The only YAML that this needs to read: what stands behind `expr:`, on the line or indented below it.
@@ -63,7 +63,7 @@ def _described(*modules):
     return [CounterMetricFamily(name, "text") for name in sorted(names)]
 
 
-def test_every_metric_that_the_board_and_the_alerts_name_exists(exposed):
+def test_every_metric_that_the_dashboard_and_the_alerts_name_exists(exposed):
     named = {name for query in queries() for name in re.findall(r"\bkvpool_\w+", query)}
     assert len(named) > 30
     assert named - set(exposed) == set()
@@ -80,11 +80,11 @@ def test_labels_that_select_are_those_of_the_metric(exposed):
     assert [(name, label) for name, label in selected if label not in exposed[name]] == []
 
 
-def test_the_board_has_no_panel_twice_and_they_do_not_overlap():
-    ids = [panel["id"] for panel in BOARD["panels"]]
+def test_the_dashboard_has_no_panel_twice_and_they_do_not_overlap():
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
     assert len(ids) == len(set(ids))
     cells: set[tuple[int, int]] = set()
-    for panel in BOARD["panels"]:
+    for panel in DASHBOARD["panels"]:
         at = panel["gridPos"]
         own = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
         assert not own & cells
