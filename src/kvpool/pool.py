@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvpool import _core
+from kvpool.alloc.refusals import explained
 from kvpool.alloc.stats import ArenaInfo, MediumStats, PoolStats, stats_of
 from kvpool.arguments import flag_from, int_from, shown
 from kvpool.cluster import Cluster, Role
@@ -111,21 +112,22 @@ class Pool(NetworkedPool):
         self.kv_layout: KVLayout | RawLayout = layout
         self._adopted = hbm is not None
         options = {name: getattr(self.settings, name) for name in _LOCAL_SETTINGS}
-        super().__init__(
-            block_tokens=layout.block_tokens,
-            piece_bytes=list(layout.piece_bytes),
-            aggregated=len(layout.segment_bytes) == 1,
-            hbm_blocks=hbm_blocks,
-            dram_blocks=dram_blocks,
-            adopted=hbm,
-            block_dim=block_dim,
-            engine_allocates=engine_allocates,
-            shape=_shape(layout),
-            parallel=None if parallel is None else parallel._core_tuple(),
-            device=ordinal,
-            attend_threads=_attend_threads(self.settings),
-            **options,
-        )
+        with explained(layout, hbm):
+            super().__init__(
+                block_tokens=layout.block_tokens,
+                piece_bytes=list(layout.piece_bytes),
+                aggregated=len(layout.segment_bytes) == 1,
+                hbm_blocks=hbm_blocks,
+                dram_blocks=dram_blocks,
+                adopted=hbm,
+                block_dim=block_dim,
+                engine_allocates=engine_allocates,
+                shape=_shape(layout),
+                parallel=None if parallel is None else parallel._core_tuple(),
+                device=ordinal,
+                attend_threads=_attend_threads(self.settings),
+                **options,
+            )
         self._gpu = _ordinal(device_name := self.arena(HBM).device)
         bounds = _core.kernel_piece_bytes(self._gpu)
         if bounds is not None:

@@ -9,11 +9,11 @@ import secrets
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kvpool import _core
 from kvpool.cluster import Cluster, Role
 from kvpool.cluster.event_endpoints import check_event_endpoint
 from kvpool.cluster.listen_addresses import check_can_be_called
 from kvpool.errors import ArgumentError, ArgumentTypeError, Error, StateError
+from kvpool.peers.addresses import check_listen
 from kvpool.peers.attachment import Attachment, load_of
 from kvpool.peers.service import NetworkedPool
 from kvpool.transfer.gpu_routes import tell_unused
@@ -56,7 +56,7 @@ def attach(
     for address in addresses:
         if address.startswith("tcp:") and not wanted.secret:
             raise ArgumentError(f"listen: {address} needs a secret: give every member's pool the same setting secret")
-        _core._check_listen_address(address, bool(wanted.secret))
+        check_listen(address, bool(wanted.secret))
         check_can_be_called(address)
     with _service(pool, wanted):
         endpoints = [pool._listen(address) for address in addresses]

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from kvpool import _core
 from kvpool.arguments import flag_from, int_from, seconds_from
 from kvpool.errors import ArgumentError, ArgumentTypeError, StateError
+from kvpool.peers.addresses import check_connect, check_listen
 from kvpool.peers.callback import PeerCallback, PeerEvent, RecallResult
 from kvpool.peers.info import PeerInfo
 from kvpool.peers.service import NetworkedPool
@@ -91,7 +92,7 @@ class Peers:
             StateError: The address is in use. A listen that fails leaves the pool as it was.
         """
         pool = self._pool
-        _core._check_listen_address(address, bool(pool.settings.secret))
+        check_listen(address, bool(pool.settings.secret))
         with pool._speaking():
             bound = pool._listen(address)
         _log.info("listening at %s", bound, extra={"address": bound})
@@ -125,7 +126,7 @@ class Peers:
             StateError: The peer has not noticed yet that an earlier connection has ended.
         """
         pool = self._pool
-        _core._check_connect_address(address, bool(pool.settings.secret))
+        check_connect(address, bool(pool.settings.secret))
         wait = flag_from(wait, "wait")
         with pool._speaking():
             peer = pool._connect(address, timeout, wait)

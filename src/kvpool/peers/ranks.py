@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from kvpool import _core
 from kvpool.arguments import int_from, shown
 from kvpool.errors import ArgumentError, DeadlineExceeded, StateError
+from kvpool.peers.addresses import check_connect
 from kvpool.peers.peers import Peers
 from kvpool.peers.service import NetworkedPool
 from kvpool.transfer.reshard import ParallelConfig
@@ -95,7 +95,7 @@ class Ranks:
                     pool._rank_address = Peers(pool).listen(f"unix:@kvpool-{secrets.token_hex(16)}")
                 address = pool._rank_address
         else:
-            _core._check_connect_address(address, bool(pool.settings.secret))
+            check_connect(address, bool(pool.settings.secret))
         incarnation, instance = pool._scheduler_facts()
         capacity = pool._stats()
         return RankTicket(

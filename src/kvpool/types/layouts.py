@@ -55,7 +55,8 @@ def _choice(owner: str, name: str, value: object, choices: Sequence[str]) -> Non
 def _block_bytes_checked(owner: str, block_bytes: int) -> None:
     if block_bytes > _BLOCK_BYTES_MAX:
         raise ArgumentError(
-            f"{owner}: a block would have {block_bytes} bytes; at most {_BLOCK_BYTES_MAX} are possible",
+            f"{owner}: a block would have {block_bytes} bytes ({block_bytes >> 30:,} GiB); at most {_BLOCK_BYTES_MAX} "
+            "(1024 GiB) are possible",
             block_bytes=block_bytes,
             maximum=_BLOCK_BYTES_MAX,
         )
