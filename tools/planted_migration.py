@@ -134,7 +134,7 @@ MIGRATION_BUGS: Final[tuple[Bug, ...]] = (
         "a destination accepts a request that it has no room for: it is full when half of the blocks have moved",
         in_python(
             "control/migration/room.py",
-            "own = pool.alloc(missing, int(medium)) if missing > 0 else np.empty(0, np.uint64)",
+            "own = pool.alloc(missing, medium) if missing > 0 else np.empty(0, np.uint64)",
             "own = np.empty(0, np.uint64)",
         ),
         _CARRIED_OUT,
