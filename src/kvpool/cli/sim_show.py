@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from kvpool.errors import ArgumentError
 
@@ -18,6 +18,7 @@ _LEGEND = (
     "TTFT, TPOT, JCT: mean/p50/p99. Busy: share of the time in which instances compute; busiest: the busiest one's,\n"
     "for the mean. Tokens/s: generated, until the last one."
 )
+_LIMIT: Final = {"color": "0.4", "linestyle": ":", "linewidth": 1.2}
 _PATIENCE_S = 10.0  # for a first token; a request that waits longer waits for others
 
 
@@ -198,32 +199,61 @@ def write(folder: Path, result: dict[str, Any]) -> list[str]:
 
 def _draw(path: Path, result: dict[str, Any]) -> None:
     """Plots the distribution of TTFT, and hits and waiting times against swept values."""
+    _save(_figure(result), path, result)
+
+
+def _figure(result: dict[str, Any]) -> Any:
+    """A panel for the distribution; with a sweep one for times, and one for hits if anything hit."""
     from matplotlib.figure import Figure
 
-    runs, sweep = result["runs"], result["sweep"]
-    panels = 3 if sweep and len(runs) > 1 else 1
+    runs, sweep, slo = result["runs"], result["sweep"], result.get("slo")
+    swept = bool(sweep) and len(runs) > 1
+    hits = swept and any(run["hit_ratio"] > 0 for run in runs)
+    panels = 1 + swept + hits
     figure = Figure(figsize=(5.2 * panels, 3.9), layout="constrained")
-    axes = figure.subplots(1, panels, squeeze=False)[0]
-    for run in runs:
-        label = f"{sweep} {run['value']}" if panels > 1 else run["policy"]
-        axes[0].plot(*zip(*run["ttft_cdf"], strict=True), label=label)
+    axes = list(figure.subplots(1, panels, squeeze=False)[0])
+    for number, run in enumerate(runs):
+        label = f"{sweep} {run['value']}" if swept else run["policy"]
+        axes[0].plot(*zip(*run["ttft_cdf"], strict=True), label=label, **_told_apart(number, len(runs)))
     axes[0].set(xlabel="time to first token (s)", ylabel="share of requests", xscale="log", ylim=(0, 1))
-    axes[0].legend(frameon=False, fontsize=7)
-    if panels > 1:
-        places = range(len(runs))
-        names = [str(run["value"]) for run in runs]
-        for key, label in (("hit_ratio", "HBM and DRAM"), ("hit_ratio_hbm", "HBM")):
-            axes[1].plot(places, [run[key] for run in runs], marker="o", label=label)
-        axes[1].set(ylabel="share of prompt tokens cached", ylim=(0, 1))
-        for of in ("p50", "p99"):
-            axes[2].plot(places, [run["ttft_s"][of] for run in runs], marker="o", label=f"TTFT {of}")
-            axes[2].plot(places, [run["jct_s"][of] for run in runs], marker="s", linestyle="--", label=f"JCT {of}")
-        axes[2].set(ylabel="seconds", yscale="log")
+    if slo and slo["ttft_s"] is not None:
+        axes[0].axvline(slo["ttft_s"], **_LIMIT, label=f"promised: {slo['share']:.3g} within {slo['ttft_s']:g} s")
+        axes[0].axhline(slo["share"], **_LIMIT)
+    if swept:
+        _draw_times(axes[-1], runs, slo)
+        if hits:
+            _draw_hits(axes[1], runs)
         for panel in axes[1:]:
-            panel.set_xticks(list(places), names)
+            panel.set_xticks(range(len(runs)), [str(run["value"]) for run in runs])
             panel.set_xlabel(sweep)
-            panel.legend(frameon=False, fontsize=7)
-    _save(figure, path, result)
+    for panel in axes:
+        panel.legend(frameon=False, fontsize=7)
+    return figure
+
+
+def _told_apart(number: int, of: int) -> dict[str, Any]:
+    """Curves that coincide are seen all the same: the first ones are wide, the later ones narrow and broken."""
+    return {
+        "linewidth": 1 + 3 * (of - 1 - number) / max(1, of - 1),
+        "linestyle": "-" if not number else (0, (5, number)),
+    }
+
+
+def _draw_hits(panel: Any, runs: list[dict[str, Any]]) -> None:
+    both, hbm = ([run[key] for run in runs] for key in ("hit_ratio", "hit_ratio_hbm"))
+    panel.plot(both, marker="o", label="HBM" if both == hbm else "HBM and DRAM")
+    if both != hbm:
+        panel.plot(hbm, marker="s", linestyle="--", label="HBM")
+    panel.set(ylabel="share of prompt tokens cached", ylim=(0, 1))
+
+
+def _draw_times(panel: Any, runs: list[dict[str, Any]], slo: dict[str, Any] | None) -> None:
+    for of in ("p50", "p99"):
+        panel.plot([run["ttft_s"][of] for run in runs], marker="o", label=f"TTFT {of}")
+        panel.plot([run["jct_s"][of] for run in runs], marker="s", linestyle="--", label=f"JCT {of}")
+    if slo and slo["ttft_s"] is not None:
+        panel.axhline(slo["ttft_s"], **_LIMIT, label=f"promised TTFT, {slo['ttft_s']:g} s")
+    panel.set(ylabel="seconds", yscale="log")
 
 
 def _draw_packed(path: Path, result: dict[str, Any]) -> None:

@@ -312,3 +312,22 @@ def test_progress_goes_to_the_error_output_and_help_explains():
     shown = "".join(shown.split())  # lines are broken at hyphens too
     for text in ("--find-gpus", "--sweep", "queue-plus-exec", "examples:", "Mooncake"):
         assert text in shown
+
+
+def test_plots_show_the_promise_leave_out_empty_panels_and_tell_curves_apart(capsys):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    found = asked(capsys, "--sweep", "dram=0,0,0", "--slo-ttft", "0.5")
+    figure = sim_show._figure(found)
+    assert len(figure.axes) == 3
+    curves = figure.axes[0].lines[:3]
+    assert [list(one.get_ydata()) for one in curves] == [list(curves[0].get_ydata())] * 3  # they coincide
+    assert len({one.get_linewidth() for one in curves}) == 3
+    assert len({str(one._dash_pattern) for one in curves}) == 3
+    assert 0.5 in {line.get_xdata()[0] for line in figure.axes[0].lines}
+    assert 0.5 in {line.get_ydata()[0] for line in figure.axes[2].lines}
+    assert [text.get_text() for text in figure.axes[1].get_legend().get_texts()] == ["HBM"]  # one curve, no DRAM
+    without = asked(capsys, "--workload", "poisson", "--sweep", "rate=1,2")
+    assert all(run["hit_ratio"] == 0 for run in without["runs"])
+    figure = sim_show._figure(without)
+    assert [panel.get_ylabel() for panel in figure.axes] == ["share of requests", "seconds"]
+    assert not [line for line in figure.axes[0].lines if line.get_linestyle() == ":"]
