@@ -57,10 +57,11 @@ class Engine:
         self._kv = pool.tensor().numpy()
 
     def warm(self) -> None:
-        """The first multiplications of a process take longer."""
-        addrs = self._pool.alloc(2)
+        """The first multiplications of a process take longer, and the first use of its memory does."""
+        addrs = self._pool.alloc(BLOCKS)
         self._model.use(self._kv, block_ids(addrs))
-        self._model.prefill(np.arange(2 * LAYOUT.block_tokens))
+        for tokens in (SHARED + OWN, OWN):
+            self._model.prefill(np.arange(tokens))
         self._pool.free(addrs)
 
     def answer(self, prompt: Tokens) -> Answer:
