@@ -150,6 +150,8 @@ def try_out(wheel: Path, expected: Expected, folder: Path) -> str:
     run(python, "-m", "pip", "--disable-pip-version-check", "check")
     facts: dict[str, Any] = json.loads(run(python, "-c", USE))
     told = json.loads(run(python, "-m", "kvpool", "info", "--json"))
+    run(python.with_name("kvpool"), "demo", "--prompts", "2")  # and its second process
+    run(python.with_name("kvpool"), "bench", "--quick")
     build = facts["build"]
     problems = [
         f"{what} is {is_!r}, not {should!r}"
