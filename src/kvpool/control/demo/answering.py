@@ -8,10 +8,11 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.alloc import block_ids
 from kvpool.control.numpy_rank import NumpyRank
 from kvpool.policy.cost import ModelShape
 from kvpool.pool import Pool
-from kvpool.types import KVLayout, block_ids
+from kvpool.types import KVLayout
 
 __all__ = ["LAYOUT", "SHAPE", "Answer", "Engine", "prompts"]
 
