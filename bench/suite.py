@@ -52,6 +52,7 @@ BENCHES = {
     "live": "bench.mell.live",
     "settle": "bench.lending.settlement",
     "multiplexing": "bench.multiplexing.policies",
+    "space": "bench.multiplexing.space",
     "dist-contexts": "bench.distattention.contexts",
     "dist-serving": "bench.distattention.serving",
     "dist-migration": "bench.distattention.migration",

@@ -5,6 +5,7 @@
 
 #include <memory>
 
+#include "kvpool/arena/arena.h"
 #include "kvpool/base/error.h"
 
 namespace kvpool {
@@ -30,6 +31,7 @@ void bind_keyed(pybind11::module_& module);  // after bind_pool
 void bind_heartbeat(pybind11::module_& module);
 void bind_machine(pybind11::module_& module);
 void bind_reshard(pybind11::module_& module);
+void bind_space(pybind11::module_& module);  // before bind_pool
 void show_signatures(pybind11::module_& module);  // after all of them
 
 // Methods of the pool that move blocks between its tiers, and the classes that they return. bind_pool calls it.
@@ -46,6 +48,9 @@ void bind_ranks(pybind11::module_& module, PoolClass& pool);
 void bind_transfer(pybind11::module_& module, PoolClass& pool);
 void bind_peer_match(pybind11::module_& module, PoolClass& pool);
 void bind_received(pybind11::module_& module, PoolClass& pool);
+
+// A setting.
+HugePages huge_pages_named(const std::string& name);
 
 // The name of the class in kvpool.errors for an error of the core.
 const char* class_of(ErrorCode code);

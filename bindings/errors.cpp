@@ -57,11 +57,14 @@ const char* class_of(ErrorCode code) {
 }
 
 py::object exception_from(const Error& error) {
-  const py::object type = py::module_::import("kvpool.errors").attr(class_of(error.code()));
+  const bool of_quota = error.cause() == ErrorCause::kQuota;
+  const py::object type = py::module_::import("kvpool.errors").attr(of_quota ? "OutOfQuota" : class_of(error.code()));
   py::dict fields;
+  if (!error.model().empty()) fields["model"] = text_of(error.model().c_str());
   for (const auto& [name, value] : error.fields()) {
     const bool is_address = std::string(name) == "address";  // 64 bits without a sign
     fields[name] = is_address ? py::cast(static_cast<std::uint64_t>(value)) : py::cast(value);
+    if (std::string(name) == "fragmented") fields[name] = py::bool_(value != 0);
   }
   return type(text_of(error.what()), **fields);
 }

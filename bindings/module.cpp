@@ -12,6 +12,7 @@ PYBIND11_MODULE(_core, module) {
   kvpool::bindings::bind_handles(module);
   kvpool::bindings::bind_events(module);
   kvpool::bindings::bind_tensor(module);
+  kvpool::bindings::bind_space(module);
   kvpool::bindings::bind_pool(module);
   kvpool::bindings::bind_prompt_index(module);
   kvpool::bindings::bind_instance_index(module);

@@ -17,6 +17,7 @@
 #include "counts.h"
 #include "events.h"
 #include "gil.h"
+#include "kvpool/pool/shared_space.h"
 #include "kvpool/ranks/instance_ranks.h"
 #include "matching.h"
 #include "node.h"
@@ -34,13 +35,6 @@ EvictionPolicy policy_named(const std::string& name) {
   if (name == "lfu") return EvictionPolicy::kLfu;
   if (name == "fifo") return EvictionPolicy::kFifo;
   throw Error(ErrorCode::kArgument, "policy must be lru, lfu or fifo, and is " + name);
-}
-
-HugePages huge_pages_named(const std::string& name) {
-  if (name == "auto") return HugePages::kAuto;
-  if (name == "never") return HugePages::kNever;
-  if (name == "require") return HugePages::kRequire;
-  throw Error(ErrorCode::kArgument, "huge_pages must be auto, never or require, and is " + name);
 }
 
 DeviceMemoryKind device_memory_named(const std::string& name) {
@@ -77,7 +71,7 @@ NodePointer make_node(std::uint32_t block_tokens, std::vector<std::size_t> piece
                       const py::object& parallel, int device, const std::string& policy, int copy_threads,
                       const std::string& huge_pages, int numa_node, bool check_memory, const std::string& pin_dram,
                       const std::string& device_memory, bool audit, bool zero_on_alloc, std::int64_t lend_max,
-                      double timeout_s, int attend_threads) {
+                      double timeout_s, int attend_threads, const std::shared_ptr<SharedSpace>& space) {
   const auto blocks = [](const py::object& argument, const char* name) {
     const std::size_t count = count_from(argument, name);
     if (count > kBlocksMax) {
@@ -112,8 +106,9 @@ NodePointer make_node(std::uint32_t block_tokens, std::vector<std::size_t> piece
   options.zero_on_alloc = zero_on_alloc;
   options.lend_max = lend_max;
   const GilReleased released;
-  return {new PeerNode(PoolPointer(new Pool(options), destroy<Pool>), make_ranks,
-                       static_cast<std::int64_t>(timeout_s * 1e9), attend_threads),  // checked by kvpool.Settings
+  Pool* const pool = space == nullptr ? new Pool(options) : new Pool(options, space->share(options.layout));
+  return {new PeerNode(PoolPointer(pool, destroy<Pool>), make_ranks, static_cast<std::int64_t>(timeout_s * 1e9),
+                       attend_threads),  // checked by kvpool.Settings
           destroy<PeerNode>};
 }
 
@@ -243,6 +238,13 @@ py::tuple explain(Pool& pool, py::handle tokens_argument, py::handle name_argume
 
 }  // namespace
 
+HugePages huge_pages_named(const std::string& name) {
+  if (name == "auto") return HugePages::kAuto;
+  if (name == "never") return HugePages::kNever;
+  if (name == "require") return HugePages::kRequire;
+  throw Error(ErrorCode::kArgument, "huge_pages must be auto, never or require, and is " + name);
+}
+
 void bind_pool(py::module_& module) {
   PoolClass pool_class(module, "Pool", "The C++ half of kvpool.Pool.");
   pool_class
@@ -251,7 +253,7 @@ void bind_pool(py::module_& module) {
            py::arg("engine_allocates"), py::arg("shape"), py::arg("parallel"), py::arg("device"), py::arg("policy"),
            py::arg("copy_threads"), py::arg("huge_pages"), py::arg("numa_node"), py::arg("check_memory"),
            py::arg("pin_dram"), py::arg("device_memory"), py::arg("audit"), py::arg("zero_on_alloc"),
-           py::arg("lend_max"), py::arg("timeout_s"), py::arg("attend_threads"))
+           py::arg("lend_max"), py::arg("timeout_s"), py::arg("attend_threads"), py::arg("space") = py::none())
       .def("alloc", &alloc, py::arg("n"), py::arg("medium") = static_cast<int>(Medium::kHbm), py::arg("evict") = true,
            py::kw_only(), py::arg("instance") = py::none(), py::arg("timeout") = py::none(),
            py::arg("stream") = py::none(), R"(Allocates n blocks, all or nothing.
@@ -427,6 +429,7 @@ Raises:
       .def("close", &PeerNode::close, py::call_guard<GilReleased>(),
            "Ends the pool: every verb raises ClosedError from now on. Views of the memory stay valid. Idempotent.")
       .def_property_readonly("closed", of_pool([](Pool& pool) { return pool.closed(); }), "Whether close() was called.")
+      .def_property_readonly("_space_number", of_pool([](Pool& pool) { return pool.space_number(); }))
       .def("_stats", of_pool([](Pool& pool) { return to_dict(pool.stats()); }))
       .def("_audit", of_pool([](Pool& pool) {
              PoolStats stats;

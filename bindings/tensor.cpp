@@ -188,6 +188,16 @@ py::object as_array(const py::object& self, const py::object& dtype, const py::o
   return py::module_::import("numpy").attr("array")(py::memoryview(self), dtype, **options);
 }
 
+// Bytes from the beginning of an arena to the end of its last piece.
+std::int64_t reach_of(const Arena& arena) {
+  std::int64_t reach = 0;
+  for (const Segment& segment : arena.segments()) {
+    const std::byte* const last = segment.base + std::size_t{arena.blocks() - 1} * segment.stride;
+    reach = std::max<std::int64_t>(reach, last + segment.bytes - arena.segments().front().base);
+  }
+  return arena.blocks() == 0 ? 0 : reach;
+}
+
 }  // namespace
 
 std::string device_name(const Arena& arena) {
@@ -205,7 +215,7 @@ KVTensor make_tensor(std::shared_ptr<Arena> arena, std::vector<std::int64_t> sha
     reach += (shape[i] - 1) * strides[i];
     empty = empty || shape[i] == 0;
   }
-  if (!empty && reach > static_cast<std::int64_t>(arena->payload_bytes())) {
+  if (!empty && reach > reach_of(*arena)) {
     throw Error(ErrorCode::kLayoutMismatch, "the view reaches beyond its arena");
   }
   tensor.data = arena->segments().empty() ? nullptr : arena->segments().front().base;

@@ -23,6 +23,7 @@ from tools.planted_migration import MIGRATION_BUGS
 from tools.planted_multiplexing import MULTIPLEXING_BUGS
 from tools.planted_rebalancing import REBALANCING_BUGS
 from tools.planted_routing import ROUTING_BUGS
+from tools.planted_space import SPACE_BUGS
 
 __all__ = ["BUGS"]
 
@@ -36,6 +37,7 @@ BUGS: Final[tuple[Bug, ...]] = (
     *MATCH_BUGS,
     *MIGRATION_BUGS,
     *MULTIPLEXING_BUGS,
+    *SPACE_BUGS,
     *REBALANCING_BUGS,
     *ROUTING_BUGS,
     Bug(

@@ -79,6 +79,7 @@ from kvpool.peers import (
 )
 from kvpool.pool import MediumStats, Pool, PoolStats
 from kvpool.ranks import RankArena
+from kvpool.space import ModelQuota, Space, SpaceStats, SpaceTier, TierQuota
 from kvpool.transfer import (
     Batch,
     ParallelConfig,
@@ -140,6 +141,7 @@ __all__ = [
     "Member",
     "MemberCallback",
     "MemberEvent",
+    "ModelQuota",
     "MovedEvent",
     "NotOwner",
     "OutOfBlocks",
@@ -172,12 +174,16 @@ __all__ = [
     "RouteReport",
     "SequencePlan",
     "Settings",
+    "Space",
+    "SpaceStats",
+    "SpaceTier",
     "StaleAddress",
     "StateError",
     "StoredEvent",
     "SwapIn",
     "SwapOut",
     "SwappedIn",
+    "TierQuota",
     "Transfer",
     "TransferSpec",
     "TransferStats",

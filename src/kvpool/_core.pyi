@@ -292,6 +292,34 @@ class EventSource:
     def drain(self) -> tuple[int, list[_RawEvent]]: ...
     def close(self) -> None: ...
 
+_RuleUnits: TypeAlias = tuple[int, int, int]  # reserve, limit, quota
+_ModelUnits: TypeAlias = tuple[int, int, int, int, int]  # and active, historical
+_TierUnits: TypeAlias = tuple[int, list[_ModelUnits]]  # capacity, models by number
+
+class Space:
+    def __init__(
+        self,
+        *,
+        unit_bytes: int,
+        hbm_units: int,
+        dram_units: int,
+        models_max: int,
+        copy_threads: int,
+        huge_pages: str,
+        numa_node: int,
+        check_memory: bool,
+    ) -> None: ...
+    def _set_rules(self, number: int, model: str, hbm: _RuleUnits, dram: _RuleUnits) -> None: ...
+    def _set_quotas(self, quotas: Sequence[tuple[int, int, int]]) -> None: ...
+    def _hold(self, number: int, held: bool) -> None: ...
+    def _tiers(self) -> list[_TierUnits]: ...
+    def _counts(self, medium: int) -> dict[str, int]: ...
+    def _audit(self) -> None: ...
+
+def _plan_room(
+    tier: _TierUnits, model: int, units: int, dram: _TierUnits | None = None
+) -> tuple[int, list[tuple[int, int, int]]] | None: ...
+
 class Pool:
     def __init__(
         self,
@@ -319,9 +347,12 @@ class Pool:
         lend_max: int,
         timeout_s: float,
         attend_threads: int,
+        space: Space | None = None,
     ) -> None: ...
     @property
     def closed(self) -> bool: ...
+    @property
+    def _space_number(self) -> int: ...
     def alloc(
         self,
         n: int,

@@ -97,6 +97,9 @@ class ArgumentError(Error, ValueError):
     capacity: int  # of the media that could have them
     caches: int  # that share a space
     units: int  # of a block
+    reserve: int  # of a model of a space, and
+    limit: int  # its limit, in units
+    waste: float  # the part of a block's units that it leaves empty
     blocks: int
     blocks_max: int
     block_bytes: int
@@ -146,6 +149,8 @@ class OutOfBlocks(Error):
     active: int
     pinned: int
     capacity: int
+    fragmented: bool  # in a space of several models: there is memory, but no place for a block of this size
+    largest_run: int  # units
 
 
 class OutOfQuota(OutOfBlocks):

@@ -107,25 +107,46 @@ class Pool(NetworkedPool):
                 "engine_allocates is for adopted tensors: give them as hbm, or to the ranks of `parallel`"
             )
         _check_parallel(parallel, layout, device, hbm)
-        self.settings: Settings = load(**settings)
+        self._begin(
+            layout, load(**settings), parallel, hbm_blocks=hbm_blocks, dram_blocks=dram_blocks, adopted=hbm,
+            block_dim=block_dim, engine_allocates=engine_allocates, device=ordinal,
+        )  # fmt: skip
+
+    def _begin(
+        self,
+        layout: KVLayout | RawLayout,
+        settings: Settings,
+        parallel: ParallelConfig | None = None,
+        *,
+        hbm_blocks: int = 0,
+        dram_blocks: int = 0,
+        adopted: Sequence[Any] | None = None,
+        block_dim: int = 0,
+        engine_allocates: bool = False,
+        device: int = -1,
+        space: _core.Space | None = None,
+    ) -> None:
+        self.settings: Settings = settings
         self._parallel = parallel
         self.kv_layout: KVLayout | RawLayout = layout
-        self._adopted = hbm is not None
+        self._adopted = adopted is not None
+        self._block_stride = layout.block_bytes  # bytes, of the aggregated layout
         options = {name: getattr(self.settings, name) for name in _LOCAL_SETTINGS}
-        with explained(layout, hbm):
+        with explained(layout, adopted):
             super().__init__(
                 block_tokens=layout.block_tokens,
                 piece_bytes=list(layout.piece_bytes),
                 aggregated=len(layout.segment_bytes) == 1,
                 hbm_blocks=hbm_blocks,
                 dram_blocks=dram_blocks,
-                adopted=hbm,
+                adopted=adopted,
                 block_dim=block_dim,
                 engine_allocates=engine_allocates,
                 shape=_shape(layout),
                 parallel=None if parallel is None else parallel._core_tuple(),
-                device=ordinal,
+                device=device,
                 attend_threads=_attend_threads(self.settings),
+                space=space,
                 **options,
             )
         self._gpu = _ordinal(device_name := self.arena(HBM).device)
@@ -239,8 +260,8 @@ class Pool(NetworkedPool):
         if self._adopted and medium == HBM:
             raise StateError("HBM is adopted memory: the engine's own tensors are the view")
         if isinstance(layout, RawLayout) or self._adopted:
-            return self._view(int(medium), [blocks, layout.block_bytes], [layout.block_bytes, 1], "uint8")
-        shape, strides = _kv_view(layout, blocks)
+            return self._view(int(medium), [blocks, layout.block_bytes], [self._block_stride, 1], "uint8")
+        shape, strides = _kv_view(layout, blocks, self._block_stride)
         return self._view(int(medium), shape, strides, layout.dtype)
 
     def arena(self, medium: OneMedium) -> ArenaInfo:
@@ -357,14 +378,12 @@ def _one_medium(value: object) -> Medium:
     return Medium(number)
 
 
-def _kv_view(layout: KVLayout, blocks: int) -> tuple[list[int], list[int]]:
-    """Shape and strides (bytes) of [block, *layout.shape] over an owned arena."""
+def _kv_view(layout: KVLayout, blocks: int, stride: int) -> tuple[list[int], list[int]]:
+    """Shape and strides (bytes) of [block, *layout.shape] over an owned arena; `stride` of aggregated blocks."""
     *pieces, first, second, dim = layout.shape  # head and token, or token and head
     row = dim * layout.itemsize
     piece = first * second * row
     # Pieces lie one after another within a block (aggregated), or each in a segment of all blocks (discrete).
-    block_stride, piece_stride = (
-        (layout.block_bytes, piece) if layout.order == "aggregated" else (piece, piece * blocks)
-    )
+    block_stride, piece_stride = (stride, piece) if layout.order == "aggregated" else (piece, piece * blocks)
     per_layer = [2 * piece_stride, piece_stride] if layout.pages == "split" else [piece_stride]
     return [blocks, *pieces, first, second, dim], [block_stride, *per_layer, second * row, row, layout.itemsize]

@@ -219,7 +219,8 @@ class Game {
     if (at == given_.end()) at = given_.begin();
     if (tenant.active.contains(*at)) return;
     const auto code = code_of([&] { tenant.pool->free(&*at, 1); });
-    REQUIRE((code == ErrorCode::kStaleAddress || code == ErrorCode::kState || code == ErrorCode::kArgument));
+    REQUIRE((code == ErrorCode::kStaleAddress || code == ErrorCode::kState || code == ErrorCode::kArgument ||
+             code == ErrorCode::kNotOwner));
   }
 
   void check_counts(Tenant& tenant, const MediumMap<std::vector<int>>& owners, const MediumMap<std::uint32_t>& cached) {

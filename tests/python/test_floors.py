@@ -55,6 +55,7 @@ PYTHON_FLOORS: dict[str, set[str]] = {
     "peers": {"errors", "arguments", "types", "config", "waiting", "_core", "cluster", "transfer"},
     "pool": {"errors", "arguments", "types", "config", "_core", "alloc", "index", "transfer", "cluster", "peers"},
     "policy": {"errors", "types", "index"},  # pure: data in, plans out
+    "space": {"errors", "arguments", "types", "config", "_core", "alloc", "pool", "policy"},
     "ranks": {"arguments", "errors", "types", "_core", "transfer", "pool"},
     "observe": {"errors", "types", "_core", "index", "transfer", "peers", "pool"},
     "control": {"errors", "types", "config", "waiting", "_core", "alloc", "index", "transfer", "cluster", "pool"}

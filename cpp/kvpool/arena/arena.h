@@ -100,6 +100,11 @@ std::shared_ptr<Arena> make_adopted_arena(Medium medium, std::uint32_t blocks, s
                                           std::shared_ptr<void> keepalive,
                                           std::shared_ptr<const CudaContext> context = nullptr);
 
+// Blocks in the memory of another arena, `stride` bytes apart from its beginning. Peers on the host can map that
+// memory. `base` is made of one segment. Throws kArgument.
+std::shared_ptr<Arena> make_view_arena(std::shared_ptr<Arena> base, std::uint32_t blocks, std::size_t block_bytes,
+                                       std::size_t stride);
+
 // An arena without segments, for blocks whose memory is in the ranks of a logical instance. It only counts them.
 std::shared_ptr<Arena> make_absent_arena(Medium medium, std::uint32_t blocks, std::size_t block_bytes);
 

@@ -49,8 +49,9 @@ enum class ErrorCause : std::uint8_t {
   kConnectedAlready,  // kState; subject: the incarnation of the side that was called
   kInstanceTaken,     // kState: another peer has the caller's instance id
   kDropped,           // kBusy; subject: the caller's incarnation, whose blocks are gone here
-  // This one stays in the process. The numbers of those above are part of the protocol.
+  // These stay in the process. The numbers of those above are part of the protocol.
   kMayPass,  // kUnsupported: the CUDA driver refused something that it may grant another time
+  kQuota,    // kOutOfBlocks: a model of a shared space may have no more of it; counts are units of the space
 };
 
 using ErrorField = std::pair<const char*, std::int64_t>;
@@ -70,6 +71,7 @@ class Error : public std::exception {
   const char* what() const noexcept override { return said_->text.c_str(); }
   ErrorCode code() const noexcept { return code_; }
   const std::vector<ErrorField>& fields() const noexcept { return said_->fields; }
+  const std::string& model() const noexcept { return said_->model; }  // whose quota it is; empty: nobody's
   ErrorCause cause() const noexcept { return cause_; }
   std::uint64_t subject() const noexcept { return subject_; }  // of the cause; 0: none
 
@@ -87,11 +89,18 @@ class Error : public std::exception {
     said.fields.emplace_back(name, value);
     said_ = std::make_shared<const Said>(std::move(said));
   }
+  // Names the model of kQuota in this copy alone.
+  void set_model(std::string name) {
+    Said said = *said_;
+    said.model = std::move(name);
+    said_ = std::make_shared<const Said>(std::move(said));
+  }
 
  private:
   struct Said {
     std::string text;
     std::vector<ErrorField> fields;
+    std::string model = {};
   };
 
   ErrorCode code_;

@@ -52,7 +52,7 @@ void BlockSpace::leave_seat(std::uint32_t number) noexcept {
 BlockSpace::Generations BlockSpace::generations_of(std::uint32_t number, Medium medium, std::uint32_t wish) const {
   Generations range{wish, kGenerationMax};
   if (shared()) {
-    const std::uint32_t width = (kGenerationMax + 1) / static_cast<std::uint32_t>(seats_.size());
+    const std::uint32_t width = generations_each();
     range.first = number * width + 1 + (wish - 1) % (width / 2);
     range.last = (number + 1) * width - 2;
   }
@@ -75,6 +75,8 @@ void BlockSpace::leave(CacheBlocks& cache) noexcept {
   const SpaceLock held = lock();
   Seat& seat = seats_[cache.number()];
   seat.cache = nullptr;
+  seat.rules = {};
+  seat.held = false;
   for (const Medium medium : kMedia) {
     seat.next_generation[medium] = std::max(seat.next_generation[medium], cache.generation_after(medium));
     cache.for_each_owned(medium, [&](std::uint32_t block, bool reusable) {
@@ -156,6 +158,10 @@ void BlockSpace::audit() const {
         if (!taken_[medium].all(block * size, size)) fail(medium, "an owned block has a unit that is free (Z1)");
         owned.take(block * size, size);
       }
+    }
+    if (has_quotas_ && quota_tier(medium).committed() > units_[medium] - left_behind_[medium]) {
+      fail(medium, std::to_string(quota_tier(medium).committed()) + " of " +
+                       std::to_string(units_[medium] - left_behind_[medium]) + " are active or reserved (Z4)");
     }
     if (taken_[medium].count() != owned.taken() + left_behind_[medium]) {
       fail(medium, std::to_string(taken_[medium].count()) + " are taken, and the caches own " +

@@ -18,6 +18,9 @@
 //       caches, and for each medium. Units that a closed cache could not free count as retired.
 //   Z3  No two caches of a space give out the same address, now or later: their ranges of generations are disjoint.
 //
+//   Z4  With quotas: the sum over caches of max(active, reserve), and of units that closed caches left, is at most the
+//       capacity, for each medium. Historical and moving blocks are not active.
+//
 // Locks: lock() guards the space, its caches' blocks and the prompts over them, since almost every verb changes both at
 // once. It is held for microseconds: never while bytes are copied, never while waiting for Python. A thread that holds
 // Python's GIL may take it.
@@ -28,15 +31,20 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <span>
+#include <string>
 #include <vector>
 
+#include "kvpool/base/address.h"
 #include "kvpool/base/medium.h"
 #include "kvpool/blocks/block_meta.h"
+#include "kvpool/blocks/quotas.h"
 #include "kvpool/blocks/unit_map.h"
 
 namespace kvpool {
 
 class CacheBlocks;
+class CachedBlocks;
 
 using SpaceLock = std::unique_lock<std::mutex>;
 
@@ -49,14 +57,15 @@ struct UnitCounts {
 class PressureHook {
  public:
   virtual ~PressureHook() = default;
-  // `starved` needs `blocks` more of its blocks than it can free. Called in the allocating thread, which holds no lock
-  // of a space or a pool; may evict from other caches. The allocation throws what this throws.
+  // `starved` needs `blocks` more of its blocks than it can free. In a space with quotas it needs `blocks` together, in
+  // one medium, and has evicted nothing itself: the hook decides whose blocks go. Called in the allocating thread,
+  // which holds no lock of a space or a pool; may evict from other caches. The allocation throws what this throws.
   virtual void relieve(const CacheBlocks& starved, MediumChoice medium, std::size_t blocks) = 0;
 };
 
 class BlockSpace {
  public:
-  static constexpr std::uint32_t kCachesMax = 16;
+  static constexpr std::uint32_t kCachesMax = kQuotaModelsMax;
 
   // `caches_max`: at a time; a space for one cache serves no second one later. The caches share the generations of an
   // address: with n caches, a block has 2^23 / n. Throws kArgument, std::bad_alloc.
@@ -70,14 +79,54 @@ class BlockSpace {
 
   std::uint32_t capacity(Medium medium) const noexcept { return units_[medium]; }
   bool shared() const noexcept { return seats_.size() > 1; }
+  // Whether the address has a generation that another cache than this one gives out, or an earlier one gave (Z3).
+  bool is_of_another(std::uint32_t number, Address address) const noexcept {
+    if (!shared()) return false;
+    const std::uint32_t giver = generation_of(address) / generations_each();
+    return giver != number && giver < seats_.size() && seats_[giver].used;
+  }
 
   // --- REQUIRES, from here on: the caller holds lock() ---
 
   UnitCounts counts(Medium medium) const noexcept;
   void set_pressure_hook(std::shared_ptr<PressureHook> hook) noexcept { hook_ = std::move(hook); }
   const std::shared_ptr<PressureHook>& pressure_hook() const noexcept { return hook_; }
-  // Checks Z1 and Z2. Throws kAudit, std::bad_alloc.
+  // Checks Z1, Z2 and Z4. Throws kAudit, std::bad_alloc.
   void audit() const;
+  // Units [first, first + n) that somebody owns, and the longest run that nobody does. REQUIRES: shared().
+  std::uint32_t taken_in(Medium medium, std::uint32_t first, std::uint32_t n) const noexcept {
+    return taken_[medium].taken_in(first, n);
+  }
+  std::uint32_t longest_free(Medium medium) const noexcept { return taken_[medium].longest_free(units_[medium]); }
+
+  // --- quotas (space_quotas.cpp) ---
+
+  // From now on no cache takes more than its rules admit; without rules it may have nothing. REQUIRES: shared(), no
+  // cache yet.
+  void enforce_quotas() noexcept { has_quotas_ = true; }
+  bool has_quotas() const noexcept { return has_quotas_; }
+  // The rules of a cache in each medium. Throws kArgument when the reserves exceed the capacity or a limit is below its
+  // reserve, and kOutOfBlocks (kQuota) when a reserve does not fit beside what others have active now.
+  void set_rules(std::uint32_t number, const MediumMap<QuotaRule>& rules, std::string model);
+  void end_rules(std::uint32_t number) noexcept { seats_[number].rules = {}; }
+  // Sets targets alone. Those of other caches stay.
+  void set_quota(std::uint32_t number, Medium medium, std::uint32_t units) noexcept {
+    seats_[number].rules[medium].quota = units;
+  }
+  // While it is held, a cache may have no more active units than it has.
+  void hold_growth(std::uint32_t number, bool held) noexcept { seats_[number].held = held; }
+  bool holds_growth(std::uint32_t number) const noexcept { return seats_[number].held; }
+  // What every cache may have and has. `moving_is_active`: counts blocks that are being moved as active, since a match
+  // may pin them.
+  QuotaTier quota_tier(Medium medium, bool moving_is_active = false) const noexcept;
+  // How many more blocks the cache may take: active ones, which its limit, others' reserves and what is active leave;
+  // historical ones, which its limit leaves. REQUIRES: has_quotas().
+  std::size_t may_take(const CacheBlocks& cache, Medium medium) const noexcept;
+  std::size_t may_cache(const CacheBlocks& cache, Medium medium) const noexcept;
+  // Whether Z4 is broken, so that what was done last has to be undone.
+  bool overdrawn(const CacheBlocks& cache, MediumMap<std::uint32_t> freed_soon, bool moving_is_active) const noexcept;
+  [[noreturn]] void throw_out_of_quota(const CacheBlocks& cache, Medium medium, std::uint64_t units,
+                                       const std::string& why) const;
 
  private:
   friend class CacheBlocks;
@@ -85,8 +134,12 @@ class BlockSpace {
   // The place of one cache.
   struct Seat {
     bool taken = false;
-    bool used = false;                           // by some cache, now or earlier
-    CacheBlocks* cache = nullptr;                // null while it is being made
+    bool used = false;                     // by some cache, now or earlier
+    CacheBlocks* cache = nullptr;          // null while it is being made
+    const CachedBlocks* cached = nullptr;  // the prompts over it; null: no block is historical
+    MediumMap<QuotaRule> rules{};
+    std::string model = {};  // the rules' name
+    bool held = false;
     MediumMap<std::uint32_t> next_generation{};  // above all generations that earlier caches of this seat gave out
   };
   struct Generations {
@@ -94,6 +147,9 @@ class BlockSpace {
     std::uint32_t last;
   };
 
+  std::uint32_t generations_each() const noexcept {
+    return (kGenerationMax + 1) / static_cast<std::uint32_t>(seats_.size());
+  }
   // Takes the lock. Returns the number of a seat. Throws kState when none is left.
   std::uint32_t take_seat();
   // Takes the lock. For a cache whose construction failed, or that has ended.
@@ -103,10 +159,13 @@ class BlockSpace {
   // Take the lock. When a cache leaves, its historical blocks without readers become free. All its other blocks may
   // still be written or read, so the space loses their units.
   void enter(CacheBlocks& cache) noexcept;
+  void set_cached(std::uint32_t number, const CachedBlocks* cached) noexcept;
   void leave(CacheBlocks& cache) noexcept;
   // The cache has taken these units (occupy), or given them back (vacate). REQUIRES: shared().
   void occupy(const CacheBlocks& cache, Medium medium, std::uint32_t first_unit, std::uint32_t units) noexcept;
   void vacate(const CacheBlocks& cache, Medium medium, std::uint32_t first_unit, std::uint32_t units) noexcept;
+
+  static QuotaModel model_of(const Seat& seat, Medium medium, bool moving_is_active) noexcept;
 
   std::mutex mutex_;
   const MediumMap<std::uint32_t> units_;
@@ -115,6 +174,7 @@ class BlockSpace {
   MediumMap<UnitMap> taken_;                // used if shared()
   MediumMap<std::uint32_t> left_behind_{};  // units
   std::shared_ptr<PressureHook> hook_;
+  bool has_quotas_ = false;
 };
 
 }  // namespace kvpool

@@ -84,6 +84,29 @@ bool CacheBlocks::take(std::size_t n, MediumChoice choice, BlockState to, Addres
   return take_from(Medium::kHbm, in_hbm, to, out) && take_from(Medium::kDram, n - in_hbm, to, out + in_hbm);
 }
 
+std::size_t CacheBlocks::takeable(std::size_t n, Medium medium) const noexcept {
+  n = std::min<std::size_t>(n, store(medium).free_count());
+  return space_.has_quotas() ? std::min(n, space_.may_take(*this, medium)) : n;
+}
+
+std::size_t CacheBlocks::cacheable(Medium medium) const noexcept {
+  const std::size_t free = store(medium).free_count();
+  return space_.has_quotas() ? std::min(free, space_.may_cache(*this, medium)) : free;
+}
+
+bool CacheBlocks::take_within(std::size_t n, MediumChoice choice, BlockState to, Address* out) noexcept {
+  if (!space_.has_quotas()) [[likely]] {
+    return take(n, choice, to, out);
+  }
+  if (!choice.is_mixed()) {
+    const auto medium = static_cast<Medium>(choice.code());
+    return takeable(n, medium) == n && take_from(medium, n, to, out);
+  }
+  const std::size_t in_hbm = takeable(n, Medium::kHbm);
+  if (takeable(n - in_hbm, Medium::kDram) < n - in_hbm) return false;
+  return take_from(Medium::kHbm, in_hbm, to, out) && take_from(Medium::kDram, n - in_hbm, to, out + in_hbm);
+}
+
 bool CacheBlocks::take_from(Medium medium, std::size_t n, BlockState to, Address* out) noexcept {
   BlockStore& blocks = stores_[medium];
   if (n > blocks.free_count() || !blocks.take(static_cast<std::uint32_t>(n), to, out)) return false;
@@ -126,9 +149,13 @@ void CacheBlocks::release_run(Medium medium, std::uint32_t first, std::uint32_t 
 void CacheBlocks::release_unread(Medium medium, std::uint32_t first, std::uint32_t n) noexcept {
   if (n == 0) return;
   BlockStore& blocks = stores_[medium];
+  const std::uint32_t retired = blocks.count(BlockState::kRetired);
   blocks.release(first, n);
   if (!shared_) [[likely]] {
     return;
+  }
+  if (blocks.count(BlockState::kRetired) == retired) [[likely]] {
+    return space_.vacate(*this, medium, first * block_units_, n * block_units_);
   }
   const std::uint32_t end = first + n;
   for (std::uint32_t block = first; block < end; ++block) {
@@ -197,7 +224,11 @@ void CacheBlocks::check(Address address, std::size_t position, std::optional<Blo
   }
   const BlockStore& blocks = store_of(address);
   const std::uint32_t block = block_of(address);
-  switch (blocks.find(address)) {
+  const AddressFault fault = blocks.find(address);
+  if (fault != AddressFault::kNone && space_.is_of_another(number(), address)) {
+    fail(ErrorCode::kNotOwner, "belongs to another cache of the space");
+  }
+  switch (fault) {
     case AddressFault::kNone:
       break;
     case AddressFault::kOutOfRange:

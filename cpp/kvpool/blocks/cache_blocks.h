@@ -64,6 +64,8 @@ class CacheBlocks {
   // Distinguishes it from the other caches of the space.
   std::uint32_t number() const noexcept { return seat_.number; }
   std::uint32_t block_units() const noexcept { return block_units_; }
+  // The prompts over it, for quotas; null when they end. Takes the lock. REQUIRES: `cached` outlives that.
+  void set_cached(const CachedBlocks* cached) noexcept { space_.set_cached(number(), cached); }
 
   const BlockStore& store(Medium medium) const noexcept { return stores_[medium]; }
   // REQUIRES: the address names a medium.
@@ -95,8 +97,13 @@ class CacheBlocks {
 
   // --- allocation ---
 
-  // All n or none. `out` has room for n.
+  // All n or none. `out` has room for n. take_within: as many as the quotas of the space admit at most.
+  bool take_within(std::size_t n, MediumChoice choice, BlockState to, Address* out) noexcept;
   bool take(std::size_t n, MediumChoice choice, BlockState to, Address* out) noexcept;
+  // How many of n blocks take_within() can take now.
+  std::size_t takeable(std::size_t n, Medium medium) const noexcept;
+  // Free blocks that the limit leaves for cached content.
+  std::size_t cacheable(Medium medium) const noexcept;
   // Takes exactly this block; false if it is not free or does not exist.
   bool take_block(Medium medium, std::uint32_t block, BlockState to, Address* out) noexcept;
   // Frees blocks, run by run; blocks that a transfer reads become free after it has read them. REQUIRES: they are
@@ -154,6 +161,9 @@ class CacheBlocks {
   // `for_incarnation`: the peer that reads; it may not read blocks lent to another peer. 0: the application. Throws
   // kStaleAddress, kNotOwner, kState, kArgument, kBusy for a block that is being filled, and holds no block then.
   void hold_for_reading(const Address* addresses, std::size_t n, std::uint64_t for_incarnation);
+  bool is_read(Medium medium, std::uint32_t block) const noexcept {
+    return !readers_[medium].empty() && readers_[medium][block] > 0;
+  }
   // REQUIRES: each is held.
   void release_reading(const Address* addresses, std::size_t n) noexcept;
 

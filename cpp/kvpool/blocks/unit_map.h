@@ -43,6 +43,25 @@ class UnitMap {
     });
     taken_ -= n;
   }
+  // How many of units [first, first + n) are taken.
+  std::uint32_t taken_in(std::uint32_t first, std::uint32_t n) const noexcept {
+    std::uint32_t bits = 0;
+    for_each_word(first, n, [&](std::size_t word, std::uint64_t mask) {
+      bits += static_cast<std::uint32_t>(std::popcount(words_[word] & mask));
+      return false;
+    });
+    return bits;
+  }
+  // The longest run of units [0, n) that are not taken: for an error, since it visits them all.
+  std::uint32_t longest_free(std::uint32_t n) const noexcept {
+    std::uint32_t longest = 0;
+    std::uint32_t run = 0;
+    for (std::uint32_t unit = 0; unit < n; ++unit) {
+      run = (words_[unit / 64] >> (unit % 64) & 1) != 0 ? 0 : run + 1;
+      if (run > longest) longest = run;
+    }
+    return longest;
+  }
   // The number of set bits, for an audit.
   std::uint32_t count() const noexcept {
     std::uint32_t bits = 0;

@@ -203,6 +203,16 @@ PromptIndex::Node* PromptIndex::cut(Node* lower, std::uint32_t pages_before) {
   return upper;
 }
 
+std::size_t PromptIndex::pages_below(Node* node, std::size_t most) const noexcept {
+  std::size_t pages = 0;
+  const auto count = [&](const Node* below) {
+    if (below->payload.value_class == node->payload.value_class) pages += below->pages;
+    return pages <= most;
+  };
+  tree_.walk_below(node, count, [](const Node*) {});
+  return pages;
+}
+
 PromptIndex::Node* PromptIndex::isolate(Node* node, std::uint32_t first, std::uint32_t count) {
   if (first > 0) cut(node, first);  // `node` is now what followed
   return count < node->pages ? cut(node, count) : node;

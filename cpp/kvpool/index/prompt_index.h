@@ -132,6 +132,9 @@ class PromptIndex {
   // Replaces the values of a node; the new ones are of one class. The caller handles the old values.
   void redirect(Node* node, const Address* values) noexcept;
 
+  // Pages of the node's class in everything below it; stops counting above `most`.
+  std::size_t pages_below(Node* node, std::size_t most) const noexcept;
+
   std::size_t pages(ValueClass value_class) const noexcept { return pages_[static_cast<std::size_t>(value_class)]; }
   // Pages of this class that are neither pinned nor held.
   std::size_t evictable(ValueClass value_class) const noexcept {

@@ -277,7 +277,7 @@ class RadixTree {
   // Walks everything below `top`, parents first: enter(node) returns whether to descend below the node; leave(node) is
   // called after that, and may detach the node. No recursion in the tree's depth, no allocation.
   template <class Enter, class Leave>
-  void walk_below(Node* top, Enter&& enter, Leave&& leave) {
+  void walk_below(Node* top, Enter&& enter, Leave&& leave) const {
     Node* node = top->children == nullptr ? nullptr : leftmost(top->children);
     while (node != nullptr) {
       if (enter(node) && node->children != nullptr) {

@@ -40,10 +40,18 @@ PromptCache::MoveOut PromptCache::begin_move_out(std::size_t n) {
   }
   move.to.resize(move.from.size());
   KVPOOL_CHECK(blocks_.take(move.to.size(), Medium::kDram, BlockState::kReserved, move.to.data()));
+  moving_[Medium::kHbm] += static_cast<std::uint32_t>(move.from.size());
+  moving_[Medium::kDram] += static_cast<std::uint32_t>(move.to.size());
   return move;
 }
 
+void PromptCache::end_move(const MoveOut& move) noexcept {
+  moving_[Medium::kHbm] -= static_cast<std::uint32_t>(move.from.size());
+  moving_[Medium::kDram] -= static_cast<std::uint32_t>(move.to.size());
+}
+
 std::size_t PromptCache::finish_move_out(MoveOut& move, std::vector<Address>* moved) noexcept {
+  end_move(move);
   renew(move.to);
   const std::vector<Address>& from = move.from;
   const std::vector<Address>& to = move.to;
@@ -68,6 +76,7 @@ std::size_t PromptCache::finish_move_out(MoveOut& move, std::vector<Address>* mo
 }
 
 void PromptCache::cancel_move_out(MoveOut& move) noexcept {
+  end_move(move);
   blocks_.release(move.to.data(), move.to.size());
   for (std::size_t i = 0; i < move.from.size();) {
     PromptNode* node = node_of(move.from[i]);
@@ -83,8 +92,10 @@ void PromptCache::renew(std::vector<Address>& addresses) const noexcept {
 
 void PromptCache::begin_move_in(std::span<const Address> given, std::span<const Address> into, PendingSwapIn& pending) {
   pending.held.reserve(given.size());
+  const Pinnable before = pinnable();
   try {
     gather(given, pending);
+    check_quotas_since(before, {});
     name_room(into, pending);
   } catch (...) {
     for (const IndexPin& pin : pending.pins) index_.unpin(pin);

@@ -14,6 +14,7 @@
 #include "kvpool/pool/pool_allocator.h"
 #include "kvpool/pool/pool_memory.h"
 #include "kvpool/pool/prompt_cache.h"
+#include "kvpool/pool/space_reclaimer.h"
 #include "kvpool/pool/tier_moves.h"
 
 namespace kvpool {
@@ -70,8 +71,10 @@ Pool::Pool(const PoolOptions& options, SpaceShare share)
       moves_(std::make_unique<TierMoves>(*blocks_, *cache_, *memory_, guard_, *this, *executor_)),
       allocator_(std::make_unique<PoolAllocator>(*blocks_, *cache_, *moves_, *memory_, guard_, options.zero_on_alloc)),
       claims_(std::make_unique<PeerClaims>(*blocks_, *cache_, *allocator_, guard_)),
-      copies_(std::make_unique<CacheCopies>(*blocks_, *claims_, *memory_, *moves_, guard_, *this)) {
+      copies_(std::make_unique<CacheCopies>(*blocks_, *claims_, *memory_, *moves_, guard_, *this)),
+      reclaimer_(std::move(share.reclaimer)) {
   claims_->set_lend_max(options.lend_max);
+  if (reclaimer_ != nullptr) reclaimer_->enter(*blocks_, *cache_, *moves_);
 }
 
 Pool::~Pool() {
@@ -90,15 +93,23 @@ void Pool::close() noexcept {
   moves_->refuse();
   guard_.tell_closing();  // before the memory goes: peers write here, and the threads of what serves them call
   moves_->close();
+  if (reclaimer_ != nullptr) reclaimer_->leave(blocks_->number());
   PoolMemory::Kept kept;  // goes after the locks
   {
     const TierMoves::Idle nobody_copies = moves_->idle();
     const SpaceLock lock = blocks_->lock();
     guard_.mark_closed();
+    if (space_->has_quotas()) {
+      // Others can use at once what nothing here can.
+      space_->end_rules(blocks_->number());
+      for (const Medium medium : {Medium::kHbm, Medium::kDram}) cache_->evict(medium, SIZE_MAX);
+    }
     kept = memory_->release();
   }
   executor_->close();
 }
+
+std::uint32_t Pool::space_number() const noexcept { return blocks_->number(); }
 
 std::shared_ptr<const DeviceOrder> Pool::order_of_content(const CallerStream& stream) {
   guard_.check();

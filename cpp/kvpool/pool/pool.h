@@ -51,6 +51,7 @@ class PeerClaims;
 class PoolAllocator;
 class PoolMemory;
 class PromptCache;
+class SpaceReclaimer;
 class Swap;
 class TierMover;
 class TierMoves;
@@ -62,6 +63,8 @@ struct SpaceShare {
   std::shared_ptr<BlockSpace> space;
   std::uint32_t block_units = 1;
   MediumMap<std::shared_ptr<Arena>> arenas;  // with as many blocks as fit into the units of each medium
+  // For a space with quotas: makes room among its pools. Null: no pool takes from another.
+  std::shared_ptr<SpaceReclaimer> reclaimer = nullptr;
 };
 
 class Pool final : public PinOwner, public std::enable_shared_from_this<Pool> {
@@ -194,6 +197,9 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool> {
   // The order of a transfer after this stream; null without a stream. Throws kArgument for a stream of another device.
   std::shared_ptr<const DeviceOrder> order_after(const CallerStream& stream);
 
+  // Tells it apart from the other pools of its space.
+  std::uint32_t space_number() const noexcept;
+
   // --- as a member of a cluster (pool.cpp) ---
 
   // The pool's id among peers: addresses with it are valid here, and peers get such addresses, but the application does
@@ -236,6 +242,7 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool> {
   std::unique_ptr<PoolAllocator> allocator_;
   std::unique_ptr<PeerClaims> claims_;
   std::unique_ptr<CacheCopies> copies_;
+  std::shared_ptr<SpaceReclaimer> reclaimer_;
   std::atomic<std::uint32_t> instance_{0};
   bool keeps_instance_ = false;  // under the space's lock: set_instance() was called
 };

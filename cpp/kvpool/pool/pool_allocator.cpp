@@ -31,7 +31,7 @@ bool PoolAllocator::try_take(std::size_t n, MediumChoice medium, const BlockOwne
   SpaceLock lock = blocks_.lock();
   guard_.check();
   check_lent(owner, 0, n);
-  if (!blocks_.take(n, medium, owner.state, out)) return false;
+  if (!blocks_.take_within(n, medium, owner.state, out)) return false;
   hand_over(lock, owner, out, n);
   return true;
 }

@@ -15,10 +15,16 @@ bool same_block(Address left, Address right) noexcept { return (left ^ right) <<
 PromptCache::PromptCache(CacheBlocks& blocks, std::uint32_t block_tokens, EvictionPolicy policy, bool audits)
     : blocks_(blocks),
       audits_(audits),
-      index_(block_tokens, policy, PromptIndex::Values::kAddresses, static_cast<IndexObserver*>(this)) {}
+      index_(block_tokens, policy, PromptIndex::Values::kAddresses, static_cast<IndexObserver*>(this)) {
+  if (blocks.space().shared()) blocks.set_cached(this);
+}
+
+PromptCache::~PromptCache() {
+  if (blocks_.space().shared()) blocks_.set_cached(nullptr);
+}
 
 IndexHit PromptCache::match(std::string_view name_space, const Token* tokens, std::size_t n_tokens, Address* out) {
-  const IndexHit hit = index_.match(name_space, tokens, n_tokens, out);
+  const IndexHit hit = match_within(name_space, tokens, n_tokens, out);
   ++counters_.match_calls;
   counters_.requested_tokens += n_tokens;
   counters_.matched_tokens += hit.pages * index_.page_tokens();
@@ -27,7 +33,7 @@ IndexHit PromptCache::match(std::string_view name_space, const Token* tokens, st
 
 IndexHit PromptCache::match_for_peer(std::string_view name_space, const Token* tokens, std::size_t n_tokens,
                                      Address* out) {
-  IndexHit hit = index_.match(name_space, tokens, n_tokens, out);
+  IndexHit hit = match_within(name_space, tokens, n_tokens, out);
   std::size_t local = 0;
   while (local < hit.pages && blocks_.is_local(out[local]) && !blocks_.filling(out[local])) ++local;
   hit.pages = local;
@@ -105,6 +111,7 @@ std::vector<InsertOutcome> PromptCache::insert(std::string_view name_space, std:
   std::vector<IndexInsertion> done;
   outcomes.reserve(items.size());
   done.reserve(items.size());
+  const Pinnable before = pinnable();
   try {
     for (const InsertItem& item : items) {
       const std::size_t pages = item.n_addresses;
@@ -121,6 +128,7 @@ std::vector<InsertOutcome> PromptCache::insert(std::string_view name_space, std:
         outcome.duplicates.push_back(address);
       }
     }
+    check_quotas_since(before, free_duplicates ? outcomes : std::vector<InsertOutcome>());
   } catch (...) {
     for (std::size_t i = done.size(); i-- > 0;) take_back(items[i], done[i]);
     throw;

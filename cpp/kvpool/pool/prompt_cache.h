@@ -28,6 +28,7 @@
 #include <vector>
 
 #include "kvpool/blocks/cache_blocks.h"
+#include "kvpool/blocks/cached_blocks.h"
 #include "kvpool/index/prompt_index.h"
 #include "kvpool/pool/cache_results.h"
 #include "kvpool/pool/pending_swap_in.h"
@@ -41,20 +42,23 @@ struct Fill {
   std::uint32_t remaining = 0;  // how many blocks are not filled yet
 };
 
-class PromptCache final : private IndexObserver {
+class PromptCache final : private IndexObserver, private CachedBlocks {
  public:
   // `blocks` outlives this. `audits`: whether audit_if_asked() audits. Throws kArgument, std::bad_alloc.
   PromptCache(CacheBlocks& blocks, std::uint32_t block_tokens, EvictionPolicy policy, bool audits);
+  ~PromptCache() override;
   PromptCache(const PromptCache&) = delete;
   PromptCache& operator=(const PromptCache&) = delete;
 
   // --- prompts (prompt_cache.cpp) ---
 
-  // `out` has room for n_tokens / block_tokens addresses.
+  // `out` has room for n_tokens / block_tokens addresses. In a space with quotas it finds, and pins, no more than
+  // leaves all reserves intact.
   IndexHit match(std::string_view name_space, const Token* tokens, std::size_t n_tokens, Address* out);
   // As match(), but does not count in the statistics, and finds only blocks of this pool whose content is there.
   IndexHit match_for_peer(std::string_view name_space, const Token* tokens, std::size_t n_tokens, Address* out);
-  // All or nothing for the whole batch.
+  // All or nothing for the whole batch. Throws kOutOfBlocks (kQuota) when pins on pages that are there would break the
+  // quotas.
   std::vector<InsertOutcome> insert(std::string_view name_space, std::span<const InsertItem> items,
                                     bool free_duplicates);
   // As insert() of one prompt. The content of the blocks that it stores is still to come (A17).
@@ -78,6 +82,11 @@ class PromptCache final : private IndexObserver {
   // blocks of this medium it dropped; those that a transfer reads become free later.
   std::size_t evict(Medium medium, std::size_t n) noexcept;
   // REQUIRES: `explanation.addresses` has room for all pages.
+  // Of a historical block that nothing holds: how many blocks of its medium drop() would drop, if it is at most `most`.
+  std::optional<std::uint32_t> droppable(Medium medium, std::uint32_t block, std::uint32_t most) const noexcept;
+  // Drops this block and everything that continues it. REQUIRES: droppable(), nothing is being moved to DRAM. Throws
+  // std::bad_alloc.
+  void drop(Medium medium, std::uint32_t block);
   void explain(std::string_view name_space, const Token* tokens, std::size_t n_tokens, MatchExplanation& explanation);
   void unpin(const IndexPin* pins, std::size_t n) noexcept;
   EventLog& events() noexcept { return index_.events(); }
@@ -152,6 +161,19 @@ class PromptCache final : private IndexObserver {
   void check_not_the_engines(const InsertItem& item) const;
   void check_insertion(std::string_view name_space, const InsertItem& item);
   std::optional<std::size_t> first_misplaced(const InsertItem& item, std::size_t present) const noexcept;
+  IndexHit match_within(std::string_view name_space, const Token* tokens, std::size_t n_tokens, Address* out);
+  // Of an operation that pins: whether it has pinned what could be evicted before, beyond the quotas.
+  struct Pinnable {
+    MediumMap<std::size_t> evictable{};
+  };
+  Pinnable pinnable() const noexcept;
+  bool overdrawn_since(const Pinnable& before, MediumMap<std::uint32_t> freed_soon, bool also_moving) const noexcept;
+  void check_quotas_since(const Pinnable& before, const std::vector<InsertOutcome>& freed) const;
+  std::uint32_t evictable_blocks(Medium medium) const noexcept override {
+    return static_cast<std::uint32_t>(evictable(medium));
+  }
+  std::uint32_t moving_blocks(Medium medium) const noexcept override { return moving_[medium]; }
+  void end_move(const MoveOut& move) noexcept;
   void take_back(const InsertItem& item, const IndexInsertion& insertion) noexcept;
 
   void cut_before(std::span<const Address> pages);
@@ -174,8 +196,9 @@ class PromptCache final : private IndexObserver {
   std::vector<Fill> fills_;
   std::vector<std::uint32_t> free_fills_;  // of these, with room for all
   PoolCounters counters_;
-  std::uint64_t dropped_blocks_ = 0;  // by the index, for whatever reason
-  std::uint32_t move_stamp_ = 0;      // marks cached blocks, while a list is checked for duplicates
+  MediumMap<std::uint32_t> moving_{};  // blocks of moves to DRAM
+  std::uint64_t dropped_blocks_ = 0;   // by the index, for whatever reason
+  std::uint32_t move_stamp_ = 0;       // marks cached blocks, while a list is checked for duplicates
 };
 
 }  // namespace kvpool

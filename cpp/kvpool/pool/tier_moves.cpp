@@ -80,9 +80,9 @@ std::vector<Address> TierMoves::carry_out_swap(std::size_t n, const MoveOrder& o
   lock_to_reclaim(reclaim, lock, order);
   guard_.check();
   check_two_tiers();
-  const BlockStore& dram = store(Medium::kDram);
   // No more than DRAM has room for, or a later batch would push out what an earlier one brought.
-  n = std::min({n, cache_.evictable(Medium::kHbm), dram.free_count() + cache_.evictable(Medium::kDram)});
+  const auto room = [this] { return blocks_.cacheable(Medium::kDram); };
+  n = std::min({n, cache_.evictable(Medium::kHbm), room() + cache_.evictable(Medium::kDram)});
   std::vector<Address> moved;
   moved.reserve(n);
   // What has moved stays moved when memory runs out, a GPU refuses or the pool is closed; only when nothing has does
@@ -90,11 +90,11 @@ std::vector<Address> TierMoves::carry_out_swap(std::size_t n, const MoveOrder& o
   while (moved.size() < n) {
     const std::size_t before = moved.size();
     try {
-      const bool makes_room = dram.free_count() < std::min(n - before, kBatchBlocks);
+      const bool makes_room = room() < std::min(n - before, kBatchBlocks);
       if (makes_room && (order.of_device() || is_late(TierWay::kOut, order))) probe_device(lock);
       const std::size_t batch = std::min({n - before, kBatchBlocks, cache_.evictable(Medium::kHbm)});
-      make_dram_room(std::min<std::size_t>(batch, dram.capacity()));
-      move_to_dram(lock, std::min<std::size_t>(batch, dram.free_count()), &moved, order);
+      make_dram_room(std::min<std::size_t>(batch, store(Medium::kDram).capacity()));
+      move_to_dram(lock, std::min<std::size_t>(batch, room()), &moved, order);
     } catch (const std::exception&) {
       if (moved.empty()) throw;
       break;
@@ -187,15 +187,17 @@ void TierMoves::reserve_swap_in(SpaceLock& lock, PendingSwapIn& pending, const M
   }
   if (moving == 0) return;
   std::vector<Address> to(moving);
-  if (!blocks_.take(moving, Medium::kHbm, BlockState::kReserved, to.data())) {
+  if (!blocks_.take_within(moving, Medium::kHbm, BlockState::kReserved, to.data())) {
     lock.unlock();
     std::unique_lock reclaim(reclaim_, std::defer_lock);
     lock_to_reclaim(reclaim, lock, order);
     guard_.check();
     // The copy to the room that is made follows the whole device, unless the caller has named a stream.
     if (order.swap() != nullptr || order.of_device()) probe_device(lock);
-    while (!blocks_.take(moving, Medium::kHbm, BlockState::kReserved, to.data())) {
-      if (cache_.can_make_room(moving, Medium::kHbm) || !ask_others(reclaim, lock, moving, Medium::kHbm)) {
+    while (!blocks_.take_within(moving, Medium::kHbm, BlockState::kReserved, to.data())) {
+      if (blocks_.space().has_quotas()) {
+        make_room_by_quotas(reclaim, lock, moving, Medium::kHbm);
+      } else if (cache_.can_make_room(moving, Medium::kHbm) || !ask_others(reclaim, lock, moving, Medium::kHbm)) {
         make_room(lock, moving, order);
       }
     }

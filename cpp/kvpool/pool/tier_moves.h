@@ -56,12 +56,15 @@ class TierMoves {
   // While the caller holds this lock, no other thread makes room, evicts, deletes or swaps out.
   std::unique_lock<std::mutex> reclaiming() { return std::unique_lock(reclaim_); }
   // Takes n blocks to `to`, making room: moves HBM blocks to DRAM and drops DRAM blocks, the least recently used first;
-  // if that is not enough, asks the space's pressure hook. Releases both locks meanwhile. REQUIRES: `reclaim` is
-  // reclaiming(), `lock` the space's. Throws kOutOfBlocks, and what the hook throws.
+  // if that is not enough, asks the space's pressure hook, which alone decides in a space with quotas. Releases both
+  // locks meanwhile. REQUIRES: `reclaim` is reclaiming(), `lock` the space's. Throws kOutOfBlocks, and what the hook
+  // throws.
   void take_evicting(std::unique_lock<std::mutex>& reclaim, SpaceLock& lock, std::size_t n, MediumChoice medium,
                      BlockState to, Address* out, const MoveOrder& order);
   // Drops up to n blocks, those farthest from the GPU first, and returns how many.
   std::size_t evict(std::size_t n, MediumChoice medium);
+  // Moves up to n HBM blocks, the coldest, to DRAM blocks that are free, and returns how many.
+  std::size_t spill(std::size_t n);
 
   // --- swaps (tier_moves.cpp): documented in Pool ---
 
@@ -99,6 +102,8 @@ class TierMoves {
   const BlockStore& store(Medium medium) const noexcept { return blocks_.store(medium); }
   void check_two_tiers() const;
 
+  void make_room_by_quotas(std::unique_lock<std::mutex>& reclaim, SpaceLock& lock, std::size_t n, MediumChoice medium);
+  bool relieve_if_possible(PressureHook& hook, Medium medium, std::size_t n);
   bool ask_others(std::unique_lock<std::mutex>& reclaim, SpaceLock& lock, std::size_t n, MediumChoice medium);
   void make_room(SpaceLock& lock, std::size_t n, const MoveOrder& order);
   void make_dram_room(std::size_t n) noexcept;

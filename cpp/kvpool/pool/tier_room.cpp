@@ -11,7 +11,11 @@ namespace kvpool {
 void TierMoves::take_evicting(std::unique_lock<std::mutex>& reclaim, SpaceLock& lock, std::size_t n,
                               MediumChoice medium, BlockState to, Address* out, const MoveOrder& order) {
   bool waited = false;
-  while (!blocks_.take(n, medium, to, out)) {
+  while (!blocks_.take_within(n, medium, to, out)) {
+    if (blocks_.space().has_quotas()) {
+      make_room_by_quotas(reclaim, lock, n, medium);
+      continue;
+    }
     if (!cache_.can_make_room(n, medium)) {
       if (ask_others(reclaim, lock, n, medium)) continue;
       // The blocks of a swap in leave DRAM soon. Waits for only one swap: others may follow without end, and other
@@ -36,6 +40,54 @@ void TierMoves::take_evicting(std::unique_lock<std::mutex>& reclaim, SpaceLock& 
       if (have < n && !blocks_.engine_allocates()) cache_.evict(Medium::kHbm, n - have);
     }
   }
+}
+
+// In a space with quotas its hook decides whose blocks go, this cache's among them. Throws what the hook throws.
+void TierMoves::make_room_by_quotas(std::unique_lock<std::mutex>& reclaim, SpaceLock& lock, std::size_t n,
+                                    MediumChoice medium) {
+  const std::shared_ptr<PressureHook> hook = blocks_.space().pressure_hook();
+  if (hook == nullptr) cache_.throw_out_of_blocks(n, medium);
+  const std::size_t in_hbm = medium.is_mixed() ? blocks_.takeable(n, Medium::kHbm) : 0;
+  lock.unlock();
+  reclaim.unlock();
+  if (!medium.is_mixed()) {
+    hook->relieve(blocks_, medium, n);
+  } else if (!relieve_if_possible(*hook, Medium::kDram, n - in_hbm)) {
+    // As much of DRAM as there is, and HBM evicts for the rest.
+    lock.lock();
+    const std::size_t in_dram = blocks_.takeable(n, Medium::kDram);
+    lock.unlock();
+    hook->relieve(blocks_, Medium::kHbm, n - in_dram);
+  }
+  reclaim.lock();
+  lock.lock();
+  guard_.check();
+}
+
+bool TierMoves::relieve_if_possible(PressureHook& hook, Medium medium, std::size_t n) {
+  try {
+    hook.relieve(blocks_, medium, n);
+    return true;
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::kOutOfBlocks) throw;
+    return false;
+  }
+}
+
+std::size_t TierMoves::spill(std::size_t n) {
+  const auto reclaim = reclaiming();
+  SpaceLock lock = blocks_.lock();
+  guard_.check();
+  std::size_t moved = 0;
+  while (moved < n) {
+    const std::size_t step =
+        std::min({n - moved, kBatchBlocks, blocks_.cacheable(Medium::kDram), cache_.evictable(Medium::kHbm)});
+    const std::size_t gone = step == 0 ? 0 : move_to_dram(lock, step, nullptr, MoveOrder(CallerStream()));
+    if (gone == 0) break;
+    moved += gone;
+  }
+  cache_.audit_if_asked();
+  return moved;
 }
 
 // Lets the space's hook take units from other caches, without the locks: it may evict there, and they may ask the same
@@ -72,8 +124,8 @@ std::size_t TierMoves::evict(std::size_t n, MediumChoice medium) {
 }
 
 void TierMoves::make_dram_room(std::size_t n) noexcept {
-  const BlockStore& dram = store(Medium::kDram);
-  if (dram.free_count() < n) cache_.evict(Medium::kDram, n - dram.free_count());
+  const std::size_t room = blocks_.cacheable(Medium::kDram);
+  if (room < n) cache_.evict(Medium::kDram, n - room);
 }
 
 // Makes at least n HBM blocks free: moves the coldest down, or drops them where DRAM has no room for them even after

@@ -1,0 +1,67 @@
+// Makes room among the pools of a space with quotas, in the order that blocks/quotas.h plans: in C++, so that an
+// allocation never waits for Python.
+//
+// The plan counts units. Blocks of a model lie at multiples of their size (docs/adr/0027), so enough free units need
+// not make a free block. Then the units that the growing model's blocks would have are looked at one block after
+// another, and the neighbours in those where least is lost are dropped: only blocks that can be evicted, and no model
+// falls below its reserve.
+//
+// Thread-safety: all of it. One thread at a time makes room. It holds no lock of a pool or of the space when it begins,
+// and takes those of the pools that it evicts from.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <optional>
+
+#include "kvpool/blocks/block_space.h"
+#include "kvpool/blocks/cache_blocks.h"
+#include "kvpool/pool/prompt_cache.h"
+#include "kvpool/pool/tier_moves.h"
+
+namespace kvpool {
+
+class SpaceReclaimer final : public PressureHook {
+ public:
+  // A pool of the space. leave() waits until nothing is evicted from it any more.
+  void enter(CacheBlocks& blocks, PromptCache& cache, TierMoves& moves);
+  void leave(std::uint32_t number) noexcept;
+
+  // Evicts until `starved` can take n blocks. Throws kOutOfBlocks: with kQuota when the quotas do not admit it, else
+  // with `fragmented` and `largest_run`, in units, when no more blocks of this size can be made.
+  void relieve(const CacheBlocks& starved, MediumChoice medium, std::size_t n) override;
+
+ private:
+  static constexpr std::uint32_t kWindows = 1024;  // places that are compared before others get the lock
+  static constexpr std::uint32_t kDropMax = 256;   // blocks that one place may cost a prompt
+
+  struct Member {
+    CacheBlocks* blocks = nullptr;
+    PromptCache* cache = nullptr;
+    TierMoves* moves = nullptr;
+  };
+  struct Victim {
+    const Member* member = nullptr;
+    std::uint32_t block = 0;
+  };
+  struct Place;
+
+  std::optional<QuotaRoom> plan(const CacheBlocks& starved, Medium medium, std::size_t n, bool& done) const;
+  void wait_for_moves();
+  std::size_t evict(const QuotaRoom& room, Medium medium);
+  std::size_t evict_from(const Member& member, Medium medium, std::size_t blocks, std::size_t swapped);
+  std::size_t make_places(const CacheBlocks& starved, Medium medium, std::size_t n);
+  std::optional<Place> place_at(const CacheBlocks& starved, Medium medium, std::uint32_t block,
+                                const QuotaTier& tier) const;
+  template <class Visit>
+  bool for_each_victim(const CacheBlocks& starved, Medium medium, std::uint32_t block, Visit&& visit) const;
+  std::size_t clear(const CacheBlocks& starved, Medium medium, std::uint32_t block);
+  [[noreturn]] void throw_fragmented(const CacheBlocks& starved, Medium medium, std::size_t n) const;
+
+  std::mutex mutex_;
+  std::array<Member, BlockSpace::kCachesMax> members_{};  // by number
+};
+
+}  // namespace kvpool

@@ -1,0 +1,78 @@
+"""Sizes in bytes, and the unit of a space."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Final
+
+from kvpool.arguments import int_from, shown
+from kvpool.errors import ArgumentError, ArgumentTypeError
+from kvpool.types import KVLayout, RawLayout
+
+__all__ = ["UNIT_MAX", "UNIT_MIN", "bytes_from", "padding", "unit_for", "unit_from"]
+
+UNIT_MIN: Final = 4 << 10
+UNIT_MAX: Final = 64 << 10
+_WASTE_WANTED: Final = 0.01
+_SUFFIXES: Final = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_SIZE: Final = re.compile(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*(KiB|MiB|GiB|TiB|)\s*", re.ASCII)
+_BYTES_MAX: Final = 1 << 60
+
+
+def bytes_from(value: object, what: str) -> int:
+    """A number of bytes: an int from 0, or a str such as "8GiB", "1.5 MiB" or "4096".
+
+    Raises:
+        ArgumentError: It is negative, too large, no whole number of bytes, or no such text.
+        ArgumentTypeError: It is neither an int nor a str.
+    """
+    if not isinstance(value, str):
+        number: int = int_from(value, f"{what}, in bytes or as text such as '8GiB',")
+        if not 0 <= number <= _BYTES_MAX:
+            raise ArgumentError(f"{what} is {shown(number)} bytes; it must be from 0 to 2**60")
+        return number
+    found = _SIZE.fullmatch(value)
+    if found is None:
+        raise ArgumentError(f"{what} is {shown(value)}; a size is a number, with KiB, MiB, GiB or TiB or in bytes")
+    whole, _, part = found[1].partition(".")
+    scale = _SUFFIXES[found[2]]
+    bytes_of_part, rest = divmod(int(part or "0") * scale, 10 ** len(part))
+    if rest:
+        raise ArgumentError(f"{what} is {shown(value)}, which is no whole number of bytes")
+    size: int = int(whole) * scale + bytes_of_part
+    if size > _BYTES_MAX:
+        raise ArgumentError(f"{what} is {shown(value)}; it must be at most 2**60 bytes")
+    return size
+
+
+def padding(layout: KVLayout | RawLayout, unit: int) -> float:
+    """The part of a block's units that its bytes leave empty: 0 or more, below 1."""
+    units = -(-layout.block_bytes // unit)
+    return 1 - layout.block_bytes / (units * unit)
+
+
+def unit_for(layouts: Sequence[KVLayout | RawLayout]) -> int:
+    """The largest unit that wastes at most 1 % of every layout's blocks; the smallest there is if none does."""
+    unit = UNIT_MAX
+    while unit > UNIT_MIN and any(padding(layout, unit) > _WASTE_WANTED for layout in layouts):
+        unit //= 2
+    return unit if layouts else UNIT_MIN
+
+
+def unit_from(value: object, layouts: Sequence[KVLayout | RawLayout]) -> int:
+    """The unit that was asked for, "auto" or bytes.
+
+    Raises:
+        ArgumentError: It is no power of two from 4 to 64 KiB.
+        ArgumentTypeError: It is neither an int nor a str, or `layouts` has something else than layouts.
+    """
+    for layout in layouts:
+        if not isinstance(layout, KVLayout | RawLayout):
+            raise ArgumentTypeError(f"layouts must be KVLayouts or RawLayouts, not {type(layout).__name__}")
+    if value == "auto":
+        return unit_for(layouts)
+    unit = bytes_from(value, "unit")
+    if not UNIT_MIN <= unit <= UNIT_MAX or unit & (unit - 1):
+        raise ArgumentError(f"unit is {unit} bytes; it must be a power of two from {UNIT_MIN} to {UNIT_MAX}")
+    return unit

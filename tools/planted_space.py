@@ -1,0 +1,107 @@
+"""Bugs of a space of several models, for `make planted`."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tools.planted_kit import Bug, in_cpp, in_python
+
+__all__ = ["SPACE_BUGS"]
+
+_QUOTAS: Final = ("space_quotas_test.cpp",)
+_SPACE: Final = ("python/test_space.py",)
+_END: Final = ("python/test_space_end.py",)
+
+SPACE_BUGS: Final = (
+    Bug(
+        "space-reserve-evicted-by-a-neighbour",
+        "blocks",
+        "a model grows at the cost of what another has cached within its reserve (P)",
+        in_cpp("blocks/quotas.cpp", "within ? its.rule.reserve :", "within ? 0U :"),
+        _QUOTAS,
+    ),
+    Bug(
+        "pins-are-not-admitted",
+        "pool",
+        "a match pins what others' reserves need, and they cannot be restored (Z4)",
+        in_cpp(
+            "pool/cache_quotas.cpp",
+            "return hit.pages == 0 || !overdrawn_since(before, {}, /*also_moving=*/true);",
+            "return hit.pages == 0 || before.evictable[Medium::kDisk] == 0;",
+        ),
+        _QUOTAS,
+    ),
+    Bug(
+        "place-cleared-below-a-reserve",
+        "pool",
+        "a place is made of blocks whose prompts go with them, down into their owner's reserve",
+        in_cpp(
+            "pool/space_reclaimer.cpp", "> can_lose(model, size)) return false;", "> model.historical) return false;"
+        ),
+        _QUOTAS,
+    ),
+    Bug(
+        "limit-stays-low",
+        "blocks",
+        "a limit that is raised again lets no growth through",
+        in_cpp(
+            "blocks/space_quotas.cpp",
+            "  seats_[number].rules = rules;\n",
+            """  for (const Medium medium : kMedia) {
+    QuotaRule& rule = seats_[number].rules[medium];
+    const std::uint32_t before = rule.limit;
+    rule = rules[medium];
+    if (before > 0) rule.limit = std::min(before, rule.limit);
+  }
+""",
+        ),
+        _QUOTAS,
+    ),
+    Bug(
+        "models-share-their-generations",
+        "blocks",
+        "an address of one model is valid for another, which frees a block that is not its own (Z3)",
+        in_cpp("blocks/block_space.cpp", "range.first = number * width + 1 +", "range.first = 1 +"),
+        (*_QUOTAS, "shared_space_test.cpp"),
+    ),
+    Bug(
+        "closed-pool-keeps-its-reserve",
+        "pool",
+        "a model whose pool was closed holds back memory that it can never use",
+        in_cpp("pool/pool.cpp", "      space_->end_rules(blocks_->number());\n", ""),
+        _QUOTAS,
+    ),
+    Bug(
+        "unload-does-not-hold-growth",
+        "blocks",
+        "a model that is being unloaded gets blocks, and the units are lost with it",
+        in_cpp("blocks/space_quotas.cpp", "  if (seats_[cache.number()].held) return 0;\n", ""),
+        _QUOTAS,
+    ),
+    Bug(
+        "space-quota-sum-drifts",
+        "space",
+        "the quota of the model that came last is not set, and all together are not the capacity",
+        in_python(
+            "space/quotas.py", "for name, model in models.items()]\n", "for name, model in [*models.items()][:-1]]\n"
+        ),
+        _SPACE,
+        build="python",
+    ),
+    Bug(
+        "unload-with-an-open-pin",
+        "space",
+        "a model is unloaded while a request still reads its blocks",
+        in_python("space/leaving.py", "pinned = sum(tier.pinned for tier in tiers)", "pinned = 0"),
+        _END,
+        build="python",
+    ),
+    Bug(
+        "refused-unload-holds-the-model",
+        "space",
+        "a model whose unloading was refused gets no more blocks",
+        in_python("space/space.py", 'held=before == "kept")', "held=True)"),
+        _END,
+        build="python",
+    ),
+)
