@@ -213,8 +213,9 @@ def test_a_reserve_is_there_whatever_the_neighbours_cache(space):
 def test_a_limit_that_is_raised_again_lets_the_model_grow(space):
     a = space.load("a", layout(3), limit=6 * UNIT)
     held = a.alloc(2)
-    with pytest.raises(kvpool.OutOfQuota):
-        a.alloc(1)
+    for evict in (True, False):
+        with pytest.raises(kvpool.OutOfQuota):
+            a.alloc(1, evict=evict)
     space.set_quota("a", limit=12 * UNIT)
     assert len(a.alloc(2)) == 2
     space.set_quota("a", limit=3 * UNIT)

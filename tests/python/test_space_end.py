@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from attach_kit import url  # noqa: F401  (a fixture)
-from kit import BLOCK, prompt
+from kit import BLOCK, prompt, run_script
 from space_kit import UNIT, fill, layout, space_of
 
 import kvpool
@@ -152,6 +152,35 @@ def test_a_closed_space_ends_its_pools_and_says_so():
     with pytest.raises(kvpool.ClosedError):
         a.alloc(1)
     view[:] = 1  # views stay valid
+
+
+def test_in_a_forked_child_every_call_of_a_space_raises_fork_error():
+    run_script(
+        """
+import os
+import kvpool
+from space_kit import layout, space_of
+
+space = space_of()
+pool = space.load("a", layout(3))
+child = os.fork()
+if child == 0:
+    calls = [
+        space.stats, space.audit, space.quotas, space.adapt, lambda: space.models, lambda: space.load("b", layout(3)),
+        lambda: space.unload("a"), lambda: space.set_quota("a", weight=2.0), lambda: pool.alloc(1),
+    ]
+    refused = 0
+    for call in calls:
+        try:
+            call()
+        except kvpool.ForkError:
+            refused += 1
+    space.close()
+    os._exit(0 if refused == len(calls) and "another process" in repr(space) else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+pool.alloc(1)
+"""
+    )
 
 
 def test_models_of_a_space_are_members_of_a_cluster_each_and_send_blocks(url):  # noqa: F811

@@ -125,6 +125,8 @@ class BlockSpace {
   std::size_t may_cache(const CacheBlocks& cache, Medium medium) const noexcept;
   // Whether Z4 is broken, so that what was done last has to be undone.
   bool overdrawn(const CacheBlocks& cache, MediumMap<std::uint32_t> freed_soon, bool moving_is_active) const noexcept;
+  // Throws kOutOfBlocks (kQuota) unless the quotas, if there are any, admit n more active blocks.
+  void check_growth(const CacheBlocks& cache, Medium medium, std::size_t n) const;
   [[noreturn]] void throw_out_of_quota(const CacheBlocks& cache, Medium medium, std::uint64_t units,
                                        const std::string& why) const;
 

@@ -124,6 +124,14 @@ void BlockSpace::set_rules(std::uint32_t number, const MediumMap<QuotaRule>& rul
   seats_[number].model = std::move(model);
 }
 
+void BlockSpace::check_growth(const CacheBlocks& cache, Medium medium, std::size_t n) const {
+  if (!has_quotas_) return;
+  const std::uint64_t units = std::min<std::uint64_t>(n, UINT32_MAX) * cache.block_units();
+  if (holds_growth(cache.number()) || units > quota_tier(medium).growth(cache.number())) {
+    throw_out_of_quota(cache, medium, units, "");
+  }
+}
+
 void BlockSpace::throw_out_of_quota(const CacheBlocks& cache, Medium medium, std::uint64_t units,
                                     const std::string& why) const {
   const QuotaTier tier = quota_tier(medium);

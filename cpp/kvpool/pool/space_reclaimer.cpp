@@ -45,7 +45,8 @@ void SpaceReclaimer::relieve(const CacheBlocks& starved, MediumChoice choice, st
     if (!room) {
       if (waited) {
         const SpaceLock lock = starved.lock();
-        starved.space().throw_out_of_quota(starved, medium, n * starved.block_units(), "");
+        starved.space().check_growth(starved, medium, n);
+        continue;  // it is admitted by now
       }
       wait_for_moves();
       waited = true;
@@ -67,7 +68,7 @@ std::optional<QuotaRoom> SpaceReclaimer::plan(const CacheBlocks& starved, Medium
   if (done) return std::nullopt;
   const QuotaTier tier = space.quota_tier(medium);
   const std::uint32_t number = starved.number();
-  const std::uint64_t units = std::uint64_t{n} * starved.block_units();
+  const std::uint64_t units = std::min<std::uint64_t>(n, UINT32_MAX) * starved.block_units();
   if (space.holds_growth(number) || units > tier.growth(number)) return std::nullopt;
   const QuotaTier below = space.quota_tier(Medium::kDram);
   return reclaim(tier, number, static_cast<std::uint32_t>(units), medium == Medium::kHbm ? &below : nullptr);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from kvpool.errors import (
     ArgumentError,
     ArgumentTypeError,
     ClosedError,
+    ForkError,
     LayoutMismatch,
     StateError,
     Unsupported,
@@ -51,7 +53,8 @@ class Space:
       far as their owner's quota there allows, and are dropped otherwise. If the quotas do not admit it, it raises
       OutOfQuota.
 
-    Thread-safe. A method that raises has changed nothing. Use it in a ``with``, or call ``close()``.
+    Thread-safe. A method that raises has changed nothing. A space belongs to the process that made it: in a child of
+    `fork` every method raises ForkError, and close() does nothing. Use it in a ``with``, or call ``close()``.
 
     Args:
         hbm: Bytes of the device tier, or a str such as "8GiB". Rounded down to whole units.
@@ -110,12 +113,14 @@ class Space:
         self._models: dict[str, Model] = {}
         self._targets = Targets(self._core)
         self._closed = False
+        self._process = os.getpid()
 
     # --- models ---
 
     @property
     def models(self) -> tuple[str, ...]:
         """The names of the models that are loaded."""
+        self._check_open()
         with self._lock:
             return tuple(name for name, model in self._models.items() if model.state != "kept")
 
@@ -178,6 +183,7 @@ class Space:
             "hbm": rule_of(reserve, limit, weight, block_bytes, block_units, "HBM"),
             "dram": rule_of(dram_reserve, dram_limit, weight, block_bytes, block_units, "DRAM"),
         }
+        self._check_open()
         with self._lock:
             self._check_open()
             kept = self._models.get(name)
@@ -228,6 +234,7 @@ class Space:
         if keep not in ("dram", "none"):
             raise ArgumentError(f"keep is {shown(keep)}; it must be 'dram' or 'none'")
         seconds = seconds_from(drain, "drain")
+        self._check_open()
         with self._lock:
             model = self._model(name)
             if model.state == "leaving":
@@ -285,6 +292,7 @@ class Space:
         Raises:
             ArgumentError, OutOfQuota, ArgumentTypeError, ClosedError: As `load`; or no model has the name.
         """
+        self._check_open()
         with self._lock:
             model = self._model(name)
             units, old = model.block_units, model.rules
@@ -333,6 +341,7 @@ class Space:
         waiting = {}
         if elapsed_s is not None:
             elapsed_s = seconds_from(elapsed_s, "elapsed_s")
+        self._check_open()
         with self._lock:
             self._check_open()
             for name, blocks in (backlog or {}).items():
@@ -344,6 +353,7 @@ class Space:
 
     def quotas(self) -> dict[str, ModelQuota]:
         """What each model may have and has, at one moment, those whose cache is kept among them."""
+        self._check_open()
         with self._lock:
             self._check_open()
             (in_hbm, hbm), (in_dram, dram) = self._core._tiers()
@@ -376,6 +386,7 @@ class Space:
 
     def stats(self) -> SpaceStats:
         """The memory, and every model's pool."""
+        self._check_open()
         with self._lock:
             self._check_open()
             return SpaceStats(
@@ -395,6 +406,7 @@ class Space:
         Visits every unit, block and node. Raises AuditError when an invariant is broken: a bug in kvpool, or
         overwritten memory.
         """
+        self._check_open()
         with self._lock:
             self._check_open()
             self._core._audit()
@@ -410,6 +422,8 @@ class Space:
 
     def close(self) -> None:
         """Ends the space: closes the pools of all models. Views of the memory stay valid. Idempotent."""
+        if self._process != os.getpid():
+            return
         with self._lock:
             self._closed = True
             models = list(self._models.values())
@@ -427,8 +441,8 @@ class Space:
 
     def __repr__(self) -> str:
         """The models, and how much is free."""
-        if self._closed:
-            return "<Space closed>"
+        if self._closed or self._process != os.getpid():
+            return "<Space closed>" if self._closed else "<Space of another process>"
         hbm, dram = self._tier(HBM), self._tier(DRAM)
         return (
             f"<Space of {', '.join(self.models) or 'no models'}: {hbm.free} of {hbm.capacity} bytes of HBM free, "
@@ -436,6 +450,8 @@ class Space:
         )
 
     def _check_open(self) -> None:
+        if self._process != os.getpid():
+            raise ForkError("the space belongs to the process that made it, which has forked this one")
         if self._closed:
             raise ClosedError("the space is closed")
 
