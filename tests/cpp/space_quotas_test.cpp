@@ -12,6 +12,7 @@
 
 #include "kvpool/blocks/block_space.h"
 #include "kvpool/blocks/quotas.h"
+#include "kvpool/pool/peer_claims.h"
 #include "kvpool/pool/shared_space.h"
 #include "pool_fixture.h"
 #include "thrown.h"
@@ -343,6 +344,23 @@ TEST_CASE("a pool that is closed gives its cache and its reserve back at once") 
   a->close();
   CHECK(alloc(*b, 6).size() == 6);
   CHECK(alloc(*b, 6, Medium::kDram).size() == 6);
+  models.audit();
+}
+
+TEST_CASE("cached blocks that a transfer reads are given up, and the quotas hold until it has read them") {
+  Models models(24, 0);
+  const auto a = models.load(3, {0, UINT32_MAX, 0});
+  const auto b = models.load(3, {12, UINT32_MAX, 24});
+  Held held = insert(a, prompt(1, 4), alloc(*a, 4));
+  const Addresses read = held.canonical;
+  a->for_peers().hold_for_reading(read.data(), read.size(), 7);
+  held.pins = Pins();
+  cache(a, 100, 4);
+  models.set(*b, {24, UINT32_MAX, 24});
+  CHECK(refusal(*b, 8).has_value());  // everything was evicted, and half of it is still read
+  models.audit();
+  a->for_peers().release_reading(read.data(), read.size());
+  CHECK(alloc(*b, 8).size() == 8);
   models.audit();
 }
 

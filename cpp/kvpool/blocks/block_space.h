@@ -19,7 +19,8 @@
 //   Z3  No two caches of a space give out the same address, now or later: their ranges of generations are disjoint.
 //
 //   Z4  With quotas: the sum over caches of max(active, reserve), and of units that closed caches left, is at most the
-//       capacity, for each medium. Historical and moving blocks are not active.
+//       capacity, for each medium. Not active are historical blocks, blocks that are moved, and those that were freed
+//       and wait for their readers.
 //
 // Locks: lock() guards the space, its caches' blocks and the prompts over them, since almost every verb changes both at
 // once. It is held for microseconds: never while bytes are copied, never while waiting for Python. A thread that holds

@@ -139,6 +139,7 @@ void CacheBlocks::release_run(Medium medium, std::uint32_t first, std::uint32_t 
     if (readers[block] == 0) continue;
     stores_[medium].set_state(block, BlockState::kReserved);
     stores_[medium].set_tag(block, kUnreadTag);
+    ++unread_[medium];
     release_unread(medium, unread, block - unread);
     unread = block + 1;
   }
@@ -387,6 +388,7 @@ void CacheBlocks::release_reading(const Address* addresses, std::size_t n) noexc
     const std::uint32_t block = block_of(addresses[i]);
     std::uint16_t& readers = readers_[medium_of(addresses[i])][block];
     if (--readers > 0 || blocks.state(block) != BlockState::kReserved || blocks.tag(block) != kUnreadTag) continue;
+    --unread_[medium_of(addresses[i])];
     release_unread(medium_of(addresses[i]), block, 1);
   }
 }

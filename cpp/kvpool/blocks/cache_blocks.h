@@ -161,6 +161,8 @@ class CacheBlocks {
   // `for_incarnation`: the peer that reads; it may not read blocks lent to another peer. 0: the application. Throws
   // kStaleAddress, kNotOwner, kState, kArgument, kBusy for a block that is being filled, and holds no block then.
   void hold_for_reading(const Address* addresses, std::size_t n, std::uint64_t for_incarnation);
+  // Blocks that were freed and wait for their last readers (L2).
+  std::uint32_t unread(Medium medium) const noexcept { return unread_[medium]; }
   bool is_read(Medium medium, std::uint32_t block) const noexcept {
     return !readers_[medium].empty() && readers_[medium][block] > 0;
   }
@@ -226,6 +228,7 @@ class CacheBlocks {
   MediumMap<BlockStore> stores_;
   MediumMap<std::vector<std::uint16_t>> readers_;  // of each block; empty until the first transfer
   std::uint64_t check_stamp_ = kUnreadTag;         // tags active blocks while a list is checked for duplicates
+  MediumMap<std::uint32_t> unread_{};              // blocks that were freed and wait for their readers (L2)
 };
 
 }  // namespace kvpool

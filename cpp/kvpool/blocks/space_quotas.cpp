@@ -39,9 +39,9 @@ QuotaModel BlockSpace::model_of(const Seat& seat, Medium medium, bool moving_is_
   if (seat.cache == nullptr) return model;
   const BlockStore& blocks = seat.cache->store(medium);
   const std::uint32_t owned = blocks.capacity() - blocks.free_count() - blocks.count(BlockState::kOverlapped);
-  std::uint32_t historical = 0;
+  std::uint32_t historical = seat.cache->unread(medium);  // nobody's, as soon as a transfer has read them
   if (seat.cached != nullptr) {
-    historical = seat.cached->evictable_blocks(medium);
+    historical += seat.cached->evictable_blocks(medium);
     if (!moving_is_active) historical += seat.cached->moving_blocks(medium);
   }
   historical = std::min(historical, owned);
