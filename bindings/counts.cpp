@@ -9,8 +9,6 @@ py::dict to_dict(const MediumCounts& counts) {
   py::dict dict;
   dict["capacity"] = counts.capacity;
   for (int state = 0; state < kBlockStateCount; ++state) {
-    if (static_cast<BlockState>(state) == BlockState::kOverlapped)
-      continue;  // always 0, because a pool made from Python does not share its space
     dict[block_state_name(static_cast<BlockState>(state))] = counts.by_state[static_cast<std::size_t>(state)];
   }
   dict["evictable"] = counts.evictable;

@@ -105,6 +105,9 @@ def test_models_write_to_their_own_blocks_of_one_memory(space):
             units[block * size : (block + 1) * size] += 1
     assert units.sum() == 21
     assert units.max() == 1
+    tier = a.stats().hbm
+    assert tier.overlapped >= 4
+    assert tier.free + tier.active + tier.overlapped == tier.capacity == 8
 
 
 def test_a_prompt_comes_back_from_dram_with_its_bytes(space):

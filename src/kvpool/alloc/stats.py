@@ -12,7 +12,7 @@ __all__ = ["ArenaInfo", "MediumStats", "PoolStats", "stats_of"]
 class MediumStats:
     """The blocks of one medium.
 
-    `free + active + historical + reserved + lent + quarantined + retired == capacity`, always.
+    `free + active + historical + reserved + lent + quarantined + retired + overlapped == capacity`, always.
 
     Attributes:
         capacity: All blocks.
@@ -23,6 +23,7 @@ class MediumStats:
         lent: Blocks lent to another instance.
         quarantined: Blocks that become free once a lost peer is proved to write no more.
         retired: Blocks whose generations are used up.
+        overlapped: Blocks with units that other models of a space have; 0 for a pool by itself.
         pinned: Historical blocks that a match or insertion holds, or that are being moved.
         evictable: All other historical blocks.
         free_runs: Maximal runs of free blocks.
@@ -37,6 +38,7 @@ class MediumStats:
     lent: int
     quarantined: int
     retired: int
+    overlapped: int
     pinned: int
     evictable: int
     free_runs: int
