@@ -37,6 +37,9 @@ void show_signatures(pybind11::module_& module);  // after all of them
 // Methods of the pool that move blocks between its tiers, and the classes that they return. bind_pool calls it.
 void bind_swap(pybind11::module_& module, PoolClass& pool);
 
+// Methods of the pool with which an engine takes HBM back for a while. bind_pool calls it.
+void bind_suspend(PoolClass& pool);
+
 // Sequences and attention: methods of the pool and the classes that they return. bind_pool calls bind_attend.
 void bind_partial(pybind11::module_& module);
 void bind_attend(pybind11::module_& module, PoolClass& pool);

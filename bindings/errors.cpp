@@ -52,6 +52,8 @@ const char* class_of(ErrorCode code) {
       return "DeviceLost";
     case ErrorCode::kRouteFailed:
       return "RouteFailed";
+    case ErrorCode::kSuspended:
+      return "Suspended";
   }
   return "Error";
 }

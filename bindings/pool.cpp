@@ -453,6 +453,7 @@ Raises:
            }),
            py::arg("medium"), py::arg("shape"), py::arg("strides"), py::arg("dtype"));
   bind_swap(module, pool_class);
+  bind_suspend(pool_class);
   bind_attend(module, pool_class);
   bind_service(module, pool_class);
   bind_members(pool_class);

@@ -48,4 +48,18 @@ CACHE_BUGS: Final = (
         in_cpp("index/prompt_index.cpp", "      if (node->payload.forgotten) {", "      if (false) {"),
         ("cache_forget_test.cpp", "prompt_index_fuzz_test.cpp"),
     ),
+    Bug(
+        "blocks-while-it-is-emptied",
+        "blocks",
+        "HBM gives out blocks while an engine waits to unmap it: it never sleeps, or what is written is gone",
+        in_cpp("blocks/cache_blocks.cpp", "if (hbm_closed_ && medium == Medium::kHbm && n > 0) return false;", ""),
+        ("suspend_test.cpp",),
+    ),
+    Bug(
+        "asleep-under-a-reader",
+        "blocks",
+        "HBM is unmapped while a transfer or a sequence still reads it: the process dies",
+        in_cpp("blocks/cache_blocks_suspend.cpp", "use.read += readers > 0 ? 1 : 0", "use.read += 0 * readers"),
+        ("suspend_test.cpp",),
+    ),
 )

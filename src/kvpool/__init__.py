@@ -47,6 +47,7 @@ from kvpool.errors import (
     RouteFailed,
     StaleAddress,
     StateError,
+    Suspended,
     Unsupported,
 )
 from kvpool.index import (
@@ -180,6 +181,7 @@ __all__ = [
     "StaleAddress",
     "StateError",
     "StoredEvent",
+    "Suspended",
     "SwapIn",
     "SwapOut",
     "SwappedIn",

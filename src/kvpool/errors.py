@@ -9,6 +9,7 @@
     ├── StaleAddress                    the block behind the address was freed or moved
     ├── StateError                      the block or the pool is in a state that forbids the call
     │   ├── ClosedError                 the pool or handle was closed
+    │   ├── Suspended                   the engine has taken HBM back for a while
     │   └── Fenced                      the pool has no lease in its cluster, so it has no peers
     ├── NotOwner                        the address belongs to another instance or pool
     ├── LayoutMismatch                  offered memory, or the blocks of a peer, do not match the layout
@@ -56,6 +57,7 @@ __all__ = [
     "RouteFailed",
     "StaleAddress",
     "StateError",
+    "Suspended",
     "Unsupported",
 ]
 
@@ -211,6 +213,10 @@ class ClosedError(StateError):
     """The pool or handle was closed."""
 
 
+class Suspended(StateError):
+    """The engine has taken HBM back: see `Pool.suspend`. It gives no blocks until `Pool.resume`. Peers get Busy."""
+
+
 class Fenced(StateError):
     """The pool has no lease in its cluster at the moment, so it has no peers until it regains one."""
 
@@ -266,7 +272,7 @@ class Busy(Error):
     """Not now: try again later.
 
     A limit is reached, of one peer's running or waiting requests or of what this pool lends; or the content of a block
-    is still to come.
+    is still to come; or HBM is in use and cannot be suspended, or a peer's HBM is suspended.
     """
 
     address: int
@@ -275,6 +281,12 @@ class Busy(Error):
     limit: int
     requested: int
     free: int  # how many blocks it would lend, where it lends too few
+    active: int  # blocks that keep HBM from being suspended, by state, and
+    reserved: int
+    lent: int
+    quarantined: int
+    pinned: int  # those that open matches and insertions hold
+    read: int  # those that transfers, saves or sequences read
 
 
 class Cancelled(Error):

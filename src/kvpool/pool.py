@@ -14,7 +14,7 @@ from kvpool.alloc.stats import ArenaInfo, MediumStats, PoolStats, stats_of
 from kvpool.arguments import flag_from, int_from, shown
 from kvpool.cluster import Cluster, Role
 from kvpool.config import Settings, check_names, load
-from kvpool.errors import ArgumentError, ArgumentTypeError, StateError
+from kvpool.errors import ArgumentError, ArgumentTypeError, StateError, Unsupported
 from kvpool.index import EventStream, MatchReport
 from kvpool.peers import Attachment, Inbox, NetworkedPool, Peers, Ranks
 from kvpool.peers.attach import attach
@@ -279,6 +279,41 @@ class Pool(NetworkedPool):
         memory.
         """
         return stats_of(self._audit(), _core.kernel_piece_bytes(self._gpu))
+
+    def suspend(self, *, keep: bool = True, timeout: float | None = None, stream: Any = None) -> int:
+        """Gives HBM back to the engine until `resume`: for an engine that sleeps, and unmaps its memory. Thread-safe.
+
+        When this returns, nothing here reads or writes HBM, and neither do peers: all addresses of it are stale for
+        good. Until `resume` verbs that need a block of HBM raise Suspended (MIXED takes DRAM alone), peers that want
+        one get Busy, and what is cached in DRAM is found, sent and fetched as before. Memory that the pool itself has
+        allocated stays allocated. After a change of weights drop what is cached in DRAM, too: ``evict``.
+
+        Free what you have in HBM before, close matches and sequences, and let transfers end; an engine that allocates
+        frees all its blocks. From the call on HBM gives no more blocks.
+
+        Args:
+            keep: Whether cached blocks move to DRAM, as many as fit (the coldest are dropped, of both tiers). False:
+                they are dropped, with what continues them in DRAM.
+            timeout: Seconds to wait for blocks in use; None: the setting ``timeout_s``. 0 does not wait.
+            stream: As in swap_out.
+
+        Returns:
+            How many blocks moved to DRAM.
+
+        Raises:
+            Busy: Blocks of HBM are still in use, as its numbers say. HBM is as before, except that some cached blocks
+                may have moved or been dropped.
+            Suspended: It is suspended, or is being suspended, already.
+            StateError: The pool has no HBM.
+            Unsupported: The memory is adopted, and the setting `routes` names "ucx", which registers it with network
+                adapters: what peers write would go to the memory that was there before.
+        """
+        if self._adopted and "ucx" in self.settings.routes:
+            raise Unsupported(
+                "adopted memory cannot be suspended with the route ucx: network adapters keep writing to the memory "
+                "that was there when it was registered. Leave ucx out of routes"
+            )
+        return self._suspend(keep, timeout, stream)
 
     @property
     def peers(self) -> Peers:

@@ -121,3 +121,26 @@ TEST_CASE("an overlapped block cannot be taken, and comes back with the same gen
   CHECK(generation_of(out[0]) == 3);
   store.audit();
 }
+
+TEST_CASE("suspended blocks cannot be taken, come back with their generations, and leave retired ones retired") {
+  BlockStore store(Medium::kHbm, 8, 3);
+  store.set_generation_for_test(5, kGenerationMax);
+  std::vector<Address> out = take_blocks(store, 8);
+  store.release(0, 8);
+  REQUIRE(store.state(5) == BlockState::kRetired);
+  store.suspend();
+  CHECK(store.count(BlockState::kSuspended) == 7);
+  CHECK(store.free_count() == 0);
+  CHECK(store.state(5) == BlockState::kRetired);
+  CHECK_FALSE(store.take(1, BlockState::kActive, out.data()));
+  CHECK_FALSE(store.take_block(0, BlockState::kActive, out.data()));
+  CHECK(store.find(store.address_of(0)) == AddressFault::kNone);  // of the state nothing is said here
+  store.audit();
+  store.resume();
+  CHECK(store.free_count() == 7);
+  CHECK(store.free_runs().longest == 5);
+  CHECK(store.count(BlockState::kRetired) == 1);
+  REQUIRE(store.take_block(0, BlockState::kActive, out.data()));
+  CHECK(generation_of(out[0]) == 4);
+  store.audit();
+}

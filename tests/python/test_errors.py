@@ -32,7 +32,7 @@ def test_an_error_is_caught_as_its_builtin_type_too(kind, builtin):
 
 
 def test_which_errors_are_state_errors():
-    state_errors = {errors.StateError, errors.ClosedError, errors.Fenced}
+    state_errors = {errors.StateError, errors.ClosedError, errors.Fenced, errors.Suspended}
     assert {kind for kind in ALL if issubclass(kind, errors.StateError)} == state_errors
 
 

@@ -96,6 +96,7 @@ PUBLIC = [
     "SequencePlan",
     "StaleAddress",
     "StateError",
+    "Suspended",
     "StoredEvent",
     "SwapIn",
     "SwapOut",
@@ -199,8 +200,8 @@ def _names(body: list[ast.stmt]) -> dict[str, set[str] | None]:
 POOL = [
     "adopt", "alloc", "arena", "attach", "attend", "audit", "batch", "close", "closed", "copy", "delete", "evict",
     "explain_match", "fetch", "fetch_with_insert", "filled", "forget", "free", "inbox", "insert", "load", "match",
-    "peers", "ranks", "save", "sequence", "stats", "subscribe", "swap_in", "swap_out", "tensor", "transfer",
-    "transfer_with_insert",
+    "peers", "ranks", "resume", "save", "sequence", "stats", "subscribe", "suspend", "suspended", "swap_in", "swap_out",
+    "tensor", "transfer", "transfer_with_insert",
 ]  # fmt: skip
 
 

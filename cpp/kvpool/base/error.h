@@ -31,12 +31,13 @@ enum class ErrorCode : std::uint8_t {
   kAuth,            // the peer does not know the secret
   kProtocol,        // the peer violates the protocol, or speaks an unsupported version
   kCancelled,       // by the caller
-  // Of these, only the last goes over the wire.
+  // Of these, only kRouteFailed goes over the wire.
   kFenced,       // this pool has no lease in its cluster, so it has no peers
   kDeviceLost,   // the GPU, or this process's context on it, is lost, with the content of its memory
   kRouteFailed,  // a route failed; another route may reach the peer, or this one later
+  kSuspended,    // the engine has taken HBM back for a while; peers hear kBusy
 };
-inline constexpr std::size_t kErrorCodes = static_cast<std::size_t>(ErrorCode::kRouteFailed) + 1;
+inline constexpr std::size_t kErrorCodes = static_cast<std::size_t>(ErrorCode::kSuspended) + 1;
 
 // Tells apart errors of one code that callers handle differently. Code branches on code and cause only; text and fields
 // are for people.

@@ -28,12 +28,14 @@ enum class BlockState : std::uint8_t {
   kQuarantined,  // not freed yet, because a writer is not known to be gone
   kRetired,      // its generations are used up
   kOverlapped,   // some of its memory belongs to a block of another cache
+  kSuspended,    // its memory is the engine's for a while
 };
-inline constexpr int kBlockStateCount = 8;
+inline constexpr int kBlockStateCount = 9;
 const char* block_state_name(BlockState state) noexcept;
 // Whether the block has an owner.
 inline constexpr bool is_owned(BlockState state) noexcept {
-  return state != BlockState::kFree && state != BlockState::kRetired && state != BlockState::kOverlapped;
+  return state != BlockState::kFree && state != BlockState::kRetired && state != BlockState::kOverlapped &&
+         state != BlockState::kSuspended;
 }
 
 struct alignas(16) BlockMeta {

@@ -14,8 +14,8 @@
 // Invariants
 //   Z1  At most one block, of one cache, owns a unit. A free block owns no unit; at least one unit of an overlapped
 //       block is owned by a block of another cache.
-//   Z2  free + active + historical + reserved + lent + quarantined + retired = capacity, counted in units over all
-//       caches, and for each medium. Units that a closed cache could not free count as retired.
+//   Z2  free + active + historical + reserved + lent + quarantined + retired + suspended = capacity, counted in units
+//       over all caches, and for each medium. Units that a closed cache could not free count as retired.
 //   Z3  No two caches of a space give out the same address, now or later: their ranges of generations are disjoint.
 //
 //   Z4  With quotas: the sum over caches of max(active, reserve), and of units that closed caches left, is at most the

@@ -39,6 +39,8 @@ const char* block_state_name(BlockState state) noexcept {
       return "retired";
     case BlockState::kOverlapped:
       return "overlapped";
+    case BlockState::kSuspended:
+      return "suspended";
   }
   return "unknown";
 }
@@ -162,31 +164,54 @@ void BlockStore::release(std::uint32_t first, std::uint32_t n) noexcept {
   if (end > piece) free_.insert(piece, end - piece);
 }
 
-void BlockStore::overlap(std::uint32_t first, std::uint32_t n) noexcept {
+void BlockStore::overlap(std::uint32_t first, std::uint32_t n) noexcept { withdraw(first, n, BlockState::kOverlapped); }
+
+void BlockStore::end_overlap(std::uint32_t first, std::uint32_t n) noexcept {
+  put_back(first, n, BlockState::kOverlapped);
+}
+
+void BlockStore::suspend() noexcept {
+  KVPOOL_DCHECK(free_count() + count(BlockState::kRetired) == capacity_);
+  withdraw(0, capacity_, BlockState::kSuspended);
+}
+
+void BlockStore::resume() noexcept {
+  for (std::uint32_t block = 0; block < capacity_;) {
+    const std::uint32_t run = block;
+    while (block < capacity_ && meta_[block].state() == BlockState::kSuspended) ++block;
+    if (block > run) {
+      put_back(run, block - run, BlockState::kSuspended);
+    } else {
+      ++block;  // retired
+    }
+  }
+}
+
+void BlockStore::withdraw(std::uint32_t first, std::uint32_t n, BlockState to) noexcept {
   KVPOOL_DCHECK(n <= capacity_ && first <= capacity_ - n);
   const std::uint32_t end = first + n;
   for (std::uint32_t block = first; block < end;) {
     if (!meta_[block].is_free()) {
-      KVPOOL_DCHECK(meta_[block].state() == BlockState::kOverlapped);
+      KVPOOL_DCHECK(meta_[block].state() == to || meta_[block].state() == BlockState::kRetired);
       ++block;
       continue;
     }
     const std::uint32_t run = block;
     while (block < end && meta_[block].is_free()) ++block;
     free_.remove(run, block - run);
-    for (std::uint32_t i = run; i < block; ++i) meta_[i].set_state(BlockState::kOverlapped);
+    for (std::uint32_t i = run; i < block; ++i) meta_[i].set_state(to);
     counts_[static_cast<std::size_t>(BlockState::kFree)] -= block - run;
-    counts_[static_cast<std::size_t>(BlockState::kOverlapped)] += block - run;
+    counts_[static_cast<std::size_t>(to)] += block - run;
   }
 }
 
-void BlockStore::end_overlap(std::uint32_t first, std::uint32_t n) noexcept {
+void BlockStore::put_back(std::uint32_t first, std::uint32_t n, BlockState from) noexcept {
   KVPOOL_DCHECK(n > 0 && n <= capacity_ && first <= capacity_ - n);
   for (std::uint32_t block = first; block < first + n; ++block) {
-    KVPOOL_DCHECK(meta_[block].state() == BlockState::kOverlapped);
+    KVPOOL_DCHECK(meta_[block].state() == from);
     meta_[block].set_state(BlockState::kFree);
   }
-  counts_[static_cast<std::size_t>(BlockState::kOverlapped)] -= n;
+  counts_[static_cast<std::size_t>(from)] -= n;
   counts_[static_cast<std::size_t>(BlockState::kFree)] += n;
   free_.insert(first, n);
 }

@@ -77,6 +77,10 @@ class BlockStore {
   void overlap(std::uint32_t first, std::uint32_t n) noexcept;
   // The blocks become free again, with the same generations. REQUIRES: all of them are overlapped; n > 0.
   void end_overlap(std::uint32_t first, std::uint32_t n) noexcept;
+  // All free blocks become suspended, so they cannot be taken; and free again, with the same generations. REQUIRES, of
+  // both: no block is owned or overlapped.
+  void suspend() noexcept;
+  void resume() noexcept;
   // How many blocks have been freed, ever.
   std::uint64_t released() const noexcept { return released_; }
 
@@ -152,6 +156,10 @@ class BlockStore {
   // The releases of a block in its last generation. A retired block has one more, which no address can match.
   std::uint32_t releases_max() const noexcept { return last_generation_ - first_generation_; }
   AddressFault fault_of(Address address) const noexcept;
+  // The free blocks among [first, first + n) leave the free set, and become `to`, which is no owned state.
+  void withdraw(std::uint32_t first, std::uint32_t n, BlockState to) noexcept;
+  // Blocks [first, first + n), all in state `from`, return to it.
+  void put_back(std::uint32_t first, std::uint32_t n, BlockState from) noexcept;
   // Blocks [first, first + n), which have left the free set, become `to`.
   void hand_out(std::uint32_t first, std::uint32_t n, BlockState to, Address* out) noexcept;
 

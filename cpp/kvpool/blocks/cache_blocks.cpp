@@ -79,7 +79,8 @@ std::size_t CacheBlocks::capacity(MediumChoice choice) const noexcept {
 
 bool CacheBlocks::take(std::size_t n, MediumChoice choice, BlockState to, Address* out) noexcept {
   if (!choice.is_mixed()) return take_from(static_cast<Medium>(choice.code()), n, to, out);
-  const std::size_t in_hbm = engine_allocates_ ? 0 : std::min<std::size_t>(n, store(Medium::kHbm).free_count());
+  const std::size_t in_hbm =
+      gives(choice, Medium::kHbm) ? std::min<std::size_t>(n, store(Medium::kHbm).free_count()) : 0;
   if (n - in_hbm > store(Medium::kDram).free_count()) return false;
   return take_from(Medium::kHbm, in_hbm, to, out) && take_from(Medium::kDram, n - in_hbm, to, out + in_hbm);
 }
@@ -109,6 +110,7 @@ bool CacheBlocks::take_within(std::size_t n, MediumChoice choice, BlockState to,
 
 bool CacheBlocks::take_from(Medium medium, std::size_t n, BlockState to, Address* out) noexcept {
   BlockStore& blocks = stores_[medium];
+  if (hbm_closed_ && medium == Medium::kHbm && n > 0) return false;
   if (n > blocks.free_count() || !blocks.take(static_cast<std::uint32_t>(n), to, out)) return false;
   if (shared_) [[unlikely]] {
     for_each_run(out, n, [&](Medium, std::uint32_t first, std::uint32_t run) {
@@ -119,6 +121,7 @@ bool CacheBlocks::take_from(Medium medium, std::size_t n, BlockState to, Address
 }
 
 bool CacheBlocks::take_block(Medium medium, std::uint32_t block, BlockState to, Address* out) noexcept {
+  if (hbm_closed_ && medium == Medium::kHbm) return false;
   if (!stores_[medium].take_block(block, to, out)) return false;
   if (shared_) [[unlikely]] {
     space_.occupy(*this, medium, block * block_units_, block_units_);
@@ -423,6 +426,10 @@ void CacheBlocks::audit() const {
   const BlockStore& hbm = store(Medium::kHbm);
   if (engine_allocates_ && hbm.count(BlockState::kHistorical) > 0) {
     fail("a block of the engine is cached (L3)");
+  }
+  const std::uint32_t away = hbm.count(BlockState::kSuspended);
+  if (hbm_suspended_ ? !hbm_closed_ || away + hbm.count(BlockState::kRetired) != hbm.capacity() : away != 0) {
+    fail(std::to_string(away) + " of HBM are suspended (L4)");
   }
   space_.audit();
 }

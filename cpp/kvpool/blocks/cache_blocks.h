@@ -9,6 +9,8 @@
 //   L3  If the engine allocates, it owns an HBM block from adopt() to free(). The block is active then, or, while a
 //       fetch of the engine fills it, reserved or quarantined, or lent by the engine. It is never cached; only the
 //       engine frees it.
+//   L4  While HBM is closed, no block of it is taken. It is closed while it is suspended, and while it is emptied
+//       before; once it is suspended, every block of it that is not retired is kSuspended.
 //
 // Tags of blocks: reserved or lent: its owner's incarnation; active: a stamp that finds duplicates in a list;
 // historical: set by the cache (a pointer, or kCacheTag).
@@ -29,6 +31,18 @@
 #include "kvpool/blocks/block_store.h"
 
 namespace kvpool {
+
+// What keeps HBM from being suspended: blocks, by what they are.
+struct HbmUse {
+  std::uint32_t active = 0;
+  std::uint32_t reserved = 0;
+  std::uint32_t lent = 0;
+  std::uint32_t quarantined = 0;
+  std::uint32_t pinned = 0;  // cached ones that the cache above cannot give up
+  std::uint32_t read = 0;    // by transfers, saves and sequences; among all others
+
+  bool any() const noexcept { return (active | reserved | lent | quarantined | pinned | read) != 0; }
+};
 
 // The owner of a block: for a reserved or lent block, the peer and its transfer.
 struct BlockOwner {
@@ -83,9 +97,10 @@ class CacheBlocks {
     const std::uint32_t of = instance_of(address);
     return of == 0 || of == instance();
   }
-  // Whether take() may use this medium for such a request: MIXED has no HBM that an engine allocates.
+  // Whether take() may use this medium for such a request: MIXED has no HBM that an engine allocates, or has taken
+  // back.
   bool gives(MediumChoice choice, Medium medium) const noexcept {
-    return choice.includes(medium) && !(engine_allocates_ && medium == Medium::kHbm);
+    return choice.includes(medium) && !((engine_allocates_ || hbm_closed_) && medium == Medium::kHbm);
   }
   // The address by which take() would give out this block now: with the id since set_instance(), without it before.
   // REQUIRES: it is local.
@@ -94,6 +109,23 @@ class CacheBlocks {
   }
   // The number of blocks, free or not; for MIXED, of those that take() can use.
   std::size_t capacity(MediumChoice choice) const noexcept;
+
+  // --- HBM that the engine takes back for a while (cache_blocks_suspend.cpp) ---
+
+  // From now on no block of HBM is taken. Throws kSuspended if it is closed already, kState without HBM, kUnsupported
+  // if other caches share it.
+  void close_hbm();
+  void open_hbm() noexcept;
+  bool hbm_closed() const noexcept { return hbm_closed_; }
+  // Throws kSuspended for HBM alone, while it is closed.
+  void check_open(MediumChoice choice) const;
+  // Of blocks that have an owner, and of cached blocks that are read. `evictable`: how many of the historical ones the
+  // cache can give up.
+  HbmUse hbm_use(std::size_t evictable) const noexcept;
+  // REQUIRES, of both: HBM is closed. Of suspend_hbm(): no block of it has an owner.
+  void suspend_hbm() noexcept;
+  bool hbm_suspended() const noexcept { return hbm_suspended_; }
+  void resume_hbm() noexcept;
 
   // --- allocation ---
 
@@ -214,7 +246,7 @@ class CacheBlocks {
     const BlockStore& blocks = store(medium);
     for (std::uint32_t block = 0; block < blocks.capacity(); ++block) {
       const BlockState state = blocks.state(block);
-      if (state == BlockState::kFree || state == BlockState::kOverlapped) continue;
+      if (state == BlockState::kFree || state == BlockState::kOverlapped || state == BlockState::kSuspended) continue;
       const bool read = !readers_[medium].empty() && readers_[medium][block] > 0;
       visit(block, state == BlockState::kHistorical && !read && !store(medium).filling(block));
     }
@@ -225,6 +257,8 @@ class CacheBlocks {
   const std::uint32_t block_units_;
   const bool engine_allocates_;
   const bool shared_;
+  bool hbm_closed_ = false;
+  bool hbm_suspended_ = false;
   MediumMap<BlockStore> stores_;
   MediumMap<std::vector<std::uint16_t>> readers_;  // of each block; empty until the first transfer
   std::uint64_t check_stamp_ = kUnreadTag;         // tags active blocks while a list is checked for duplicates

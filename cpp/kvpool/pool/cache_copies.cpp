@@ -140,6 +140,10 @@ void CacheCopies::check_memory(const CallerStream& after) {
   if (!memory_.two_tiers()) {
     throw Error(ErrorCode::kState, "copies go between HBM and DRAM: this pool has no HBM or no DRAM blocks");
   }
+  {
+    const SpaceLock lock = blocks_.lock();
+    blocks_.check_open(Medium::kHbm);
+  }
   memory_.check_stream(after);
 }
 

@@ -30,6 +30,7 @@
 #include "kvpool/arena/arena.h"
 #include "kvpool/base/error.h"
 #include "kvpool/base/medium.h"
+#include "kvpool/base/wait.h"
 #include "kvpool/blocks/layout.h"
 #include "kvpool/cuda/stream.h"
 #include "kvpool/index/pins.h"
@@ -186,6 +187,16 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool> {
                          std::span<const Address> addresses, const CallerStream& after = {});
   std::shared_ptr<Swap> begin_copy(TierWay way, std::span<const Address> addresses, std::span<const Address> into,
                                    const CallerStream& after = {});
+  // The engine takes HBM back: when this returns, nothing here reads or writes it until resume(), and its addresses are
+  // stale for good. Cached blocks move to DRAM if `keep`, as many as fit, and all others are dropped. Returns how many
+  // moved. From the call on no block of HBM is given out (kSuspended); blocks in use may become free until
+  // waiting.until_ns. Then it throws kBusy with their numbers, and HBM is open again; what has moved stays moved.
+  // `after`: as in swap_out. Throws kState without HBM blocks, kSuspended if it is suspended or being suspended
+  // already, kUnsupported in a shared space, kCancelled, and as swap_out.
+  std::size_t suspend(bool keep, const Waiting& waiting, const CallerStream& after = {});
+  // The memory is there again, at the same addresses, with any content. Throws kState unless it is suspended.
+  void resume();
+  bool suspended();
   // Whether HBM is on a GPU: then the CPU may not dereference its addresses.
   bool on_device() const noexcept;
   // What has to end before the GPU's content may be read: the work so far of this stream, or without one of the device.

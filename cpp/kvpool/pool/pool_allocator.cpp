@@ -30,6 +30,7 @@ bool PoolAllocator::try_take(std::size_t n, MediumChoice medium, const BlockOwne
   check(medium);
   SpaceLock lock = blocks_.lock();
   guard_.check();
+  blocks_.check_open(medium);
   check_lent(owner, 0, n);
   if (!blocks_.take_within(n, medium, owner.state, out)) return false;
   hand_over(lock, owner, out, n);

@@ -71,6 +71,7 @@ void Pool::adopt(const std::uint32_t* blocks, std::size_t n, Address* out) {
     throw Error(ErrorCode::kState, "adopt() is for pools made with engine_allocates; use alloc()");
   }
   const SpaceLock lock = blocks_->lock();
+  blocks_->check_open(Medium::kHbm);
   const BlockStore& hbm = blocks_->store(Medium::kHbm);
   for (std::size_t i = 0; i < n; ++i) {
     if (blocks_->take_block(Medium::kHbm, blocks[i], BlockState::kActive, out + i)) continue;

@@ -1,4 +1,5 @@
 // The pool's verbs on cached prompts.
+#include "kvpool/base/error.h"
 #include "kvpool/blocks/cache_blocks.h"
 #include "kvpool/pool/cache_copies.h"
 #include "kvpool/pool/pool.h"
@@ -105,6 +106,25 @@ void Pool::unsubscribe(const std::shared_ptr<EventQueue>& queue) noexcept {
 std::vector<Address> Pool::swap_out(std::size_t n, const CallerStream& after) {
   guard();
   return moves_->swap_out(n, after);
+}
+
+std::size_t Pool::suspend(bool keep, const Waiting& waiting, const CallerStream& after) {
+  guard();
+  return moves_->suspend(keep, waiting, after);
+}
+
+void Pool::resume() {
+  guard();
+  const SpaceLock lock = blocks_->lock();
+  if (!blocks_->hbm_suspended()) throw Error(ErrorCode::kState, "HBM of this pool is not suspended");
+  blocks_->resume_hbm();
+  cache_->audit_if_asked();
+}
+
+bool Pool::suspended() {
+  guard();
+  const SpaceLock lock = blocks_->lock();
+  return blocks_->hbm_suspended();
 }
 
 std::vector<IndexPin> Pool::swap_in(std::span<const Address> addresses, std::span<const Address> into, Address* out,

@@ -186,6 +186,7 @@ void TierMoves::reserve_swap_in(SpaceLock& lock, PendingSwapIn& pending, const M
     return cache_.give_back(pending, moving);
   }
   if (moving == 0) return;
+  blocks_.check_open(Medium::kHbm);
   std::vector<Address> to(moving);
   if (!blocks_.take_within(moving, Medium::kHbm, BlockState::kReserved, to.data())) {
     lock.unlock();
@@ -195,6 +196,7 @@ void TierMoves::reserve_swap_in(SpaceLock& lock, PendingSwapIn& pending, const M
     // The copy to the room that is made follows the whole device, unless the caller has named a stream.
     if (order.swap() != nullptr || order.of_device()) probe_device(lock);
     while (!blocks_.take_within(moving, Medium::kHbm, BlockState::kReserved, to.data())) {
+      blocks_.check_open(Medium::kHbm);
       if (blocks_.space().has_quotas()) {
         make_room_by_quotas(reclaim, lock, moving, Medium::kHbm);
       } else if (cache_.can_make_room(moving, Medium::kHbm) || !ask_others(reclaim, lock, moving, Medium::kHbm)) {

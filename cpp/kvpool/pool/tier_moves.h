@@ -27,6 +27,7 @@
 #include <span>
 #include <vector>
 
+#include "kvpool/base/wait.h"
 #include "kvpool/blocks/cache_blocks.h"
 #include "kvpool/cuda/stream.h"
 #include "kvpool/index/pins.h"
@@ -75,6 +76,10 @@ class TierMoves {
   std::shared_ptr<Swap> begin_swap_in(std::span<const Address> addresses, std::span<const Address> into,
                                       const CallerStream& after);
 
+  // --- HBM that the engine takes back (tier_suspend.cpp): documented in Pool ---
+
+  std::size_t suspend(bool keep, const Waiting& waiting, const CallerStream& after);
+
   // --- copies of blocks that somebody else protects (CacheCopies) ---
 
   // In its turn with the swaps of that direction. Throws kClosed, kOutOfMemory, kDeviceLost.
@@ -109,6 +114,7 @@ class TierMoves {
   void make_dram_room(std::size_t n) noexcept;
   std::size_t move_to_dram(SpaceLock& lock, std::size_t n, std::vector<Address>* moved, const MoveOrder& order);
 
+  std::size_t save_hbm(SpaceLock& lock, const MoveOrder& order, bool& again);
   std::vector<Address> carry_out_swap(std::size_t n, const MoveOrder& order);
   void check_swap_in(std::span<const Address> given, std::span<const Address> into, PendingSwapIn& pending);
   void finish_swap_in(PendingSwapIn& pending, const MoveOrder& order);

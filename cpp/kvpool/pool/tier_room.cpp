@@ -12,6 +12,7 @@ void TierMoves::take_evicting(std::unique_lock<std::mutex>& reclaim, SpaceLock& 
                               MediumChoice medium, BlockState to, Address* out, const MoveOrder& order) {
   bool waited = false;
   while (!blocks_.take_within(n, medium, to, out)) {
+    blocks_.check_open(medium);
     if (blocks_.space().has_quotas()) {
       make_room_by_quotas(reclaim, lock, n, medium);
       continue;
@@ -32,12 +33,13 @@ void TierMoves::take_evicting(std::unique_lock<std::mutex>& reclaim, SpaceLock& 
       make_dram_room(n);
     } else {
       // MIXED has taken what is free of both: the coldest DRAM blocks go, then the coldest HBM blocks.
-      const std::size_t in_hbm = blocks_.engine_allocates() ? 0 : store(Medium::kHbm).free_count();
+      const bool hbm_too = blocks_.gives(medium, Medium::kHbm);
+      const std::size_t in_hbm = hbm_too ? store(Medium::kHbm).free_count() : 0;
       const std::size_t in_dram =
           std::min<std::size_t>(n - in_hbm, store(Medium::kDram).free_count() + cache_.evictable(Medium::kDram));
       make_dram_room(in_dram);
       const std::size_t have = store(Medium::kDram).free_count() + store(Medium::kHbm).free_count();
-      if (have < n && !blocks_.engine_allocates()) cache_.evict(Medium::kHbm, n - have);
+      if (have < n && hbm_too) cache_.evict(Medium::kHbm, n - have);
     }
   }
 }

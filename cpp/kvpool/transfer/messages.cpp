@@ -293,7 +293,9 @@ Bytes write_error(const Error& error) {
   Bytes out;
   WireWriter writer(out);
   const std::size_t fields = std::min(error.fields().size(), kErrorFieldsMax);
-  writer.number(static_cast<std::uint8_t>(error.code()))
+  // To a peer it is one of the reasons to try again later.
+  const ErrorCode told = error.code() == ErrorCode::kSuspended ? ErrorCode::kBusy : error.code();
+  writer.number(static_cast<std::uint8_t>(told))
       .text(std::string_view(error.what()).substr(0, kErrorTextMax))
       .number(static_cast<std::uint8_t>(fields));
   for (std::size_t i = 0; i < fields; ++i) {

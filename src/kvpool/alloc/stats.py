@@ -12,7 +12,7 @@ __all__ = ["ArenaInfo", "MediumStats", "PoolStats", "stats_of"]
 class MediumStats:
     """The blocks of one medium.
 
-    `free + active + historical + reserved + lent + quarantined + retired + overlapped == capacity`, always.
+    `free + active + historical + reserved + lent + quarantined + retired + overlapped + suspended == capacity`, always.
 
     Attributes:
         capacity: All blocks.
@@ -24,6 +24,7 @@ class MediumStats:
         quarantined: Blocks that become free once a lost peer is proved to write no more.
         retired: Blocks whose generations are used up.
         overlapped: Blocks with units that other models of a space have; 0 for a pool by itself.
+        suspended: Blocks of HBM that the engine has taken back for a while: all but the retired ones, or none.
         pinned: Historical blocks that a match or insertion holds, or that are being moved.
         evictable: All other historical blocks.
         free_runs: Maximal runs of free blocks.
@@ -39,6 +40,7 @@ class MediumStats:
     quarantined: int
     retired: int
     overlapped: int
+    suspended: int
     pinned: int
     evictable: int
     free_runs: int

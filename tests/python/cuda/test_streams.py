@@ -23,6 +23,23 @@ for named in (True, False):
 """)
 
 
+def test_suspending_copies_data_after_the_stream_has_written_it(on_gpu):
+    """When it returns the copies have arrived: the engine unmaps the memory next."""
+    on_gpu("""
+for named in (True, False):
+    with small_pool(4, 4, byte_layout(), device="cuda") as pool:
+        stream, stamps = new_stream(), Stamps(pool)
+        addrs = store(pool, prompt(3))
+        stamps.write(addrs, [1, 2, 3])
+        held = HeldWork(stream).write(pool, addrs, [7, 8, 9])
+        assert meanwhile(held, lambda: pool.suspend(stream=stream if named else None)) == 3
+        stamps.views[HBM][:] = 0  # the memory as it comes back
+        pool.resume()
+        with pool.match(prompt(3), into=HBM) as hit:
+            assert stamps.read(hit.addrs) == [7, 8, 9]
+""")
+
+
 def test_an_evicting_allocation_copies_data_after_the_stream_has_written_it(on_gpu):
     on_gpu("""
 for named in (True, False):
