@@ -343,3 +343,71 @@ def test_wrong_options_are_typed_errors(device: Any) -> None:
         made(device, dram_gb=1)
     with pytest.raises(kvpool.ArgumentTypeError, match="keep_on_flush"):
         made(device, keep_on_flush=1)
+
+
+# ---- sleep
+
+
+class FakeSaver:
+    """torch_memory_saver's part: what is paused cannot be told from garbage."""
+
+    enabled = True
+
+    def __init__(self, device: Any, linker: Any) -> None:
+        self._device, self._linker = device, linker
+        self.saved_at_pause: int | None = None
+
+    def pause(self, tag: str) -> None:
+        if tag == "kv_cache":
+            self.saved_at_pause = self._linker.num_completed_offloads()
+            scramble(self._device, 99)
+
+    def resume(self, tag: str) -> None:
+        pass
+
+
+@pytest.fixture
+def adapter_of(monkeypatch):
+    from sglang.srt.utils import torch_memory_saver_adapter
+
+    def adapter(device: Any, linker: Any) -> tuple[Any, FakeSaver]:
+        saver = FakeSaver(device, linker)
+        monkeypatch.setattr(torch_memory_saver_adapter, "_memory_saver", saver, raising=False)
+        return torch_memory_saver_adapter._TorchMemorySaverAdapterReal(), saver
+
+    return adapter
+
+
+def test_pages_are_unmapped_when_the_saves_that_read_them_have_ended(adapter_of):
+    """SGLang's scheduler is idle by then, but what a linker still saves it does not ask."""
+    device = mha_device()
+    linker = made(device, keep_on_flush=True)
+    adapter, saver = adapter_of(device, linker)
+    scramble(device, 1)
+    before = content(device, 2)
+    free = threading.Event()
+    linker._saver.submit(free.wait)  # the save waits for its turn
+    assert linker.offload(transfer(keys(1, 1), [2]))
+    threading.Timer(0.2, free.set).start()
+    adapter.pause("kv_cache")
+    assert saver.saved_at_pause == 1
+    assert linker._store.pool.suspended
+    linker.reset()  # SGLang flushes its cache now
+    adapter.resume("weights")
+    assert linker._store.pool.suspended
+    adapter.resume("kv_cache")
+    assert not linker._store.pool.suspended
+    assert linker.lookup("r", transfer(keys(1, 1))) == [1]
+    assert linker.load("r", transfer(keys(1, 1), [3]))
+    assert linker.finish_layer_wise_loading(linker.start_layer_wise_loading())
+    assert same(content(device, 3), before)
+    linker.close()
+
+
+def test_weights_alone_are_no_reason_to_wait(adapter_of):
+    device = mha_device()
+    linker = made(device)
+    adapter, _ = adapter_of(device, linker)
+    adapter.pause("weights")
+    assert not linker._store.pool.suspended
+    linker.close()

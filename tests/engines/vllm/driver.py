@@ -5,6 +5,7 @@ It runs in the environment of vLLM; the tests run in their own.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -25,15 +26,36 @@ class Driver:
         tiny_llama.write(Path(model), **shape)
         return {}
 
+    def write_random(self, model: Path, config: dict) -> None:
+        """A model of transformers' with random weights, so large that what it has read before changes its answers."""
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        kind = {name: value for name, value in config.items() if name not in ("architectures", "torch_dtype")}
+        torch.manual_seed(0)
+        made = AutoModelForCausalLM.from_config(AutoConfig.for_model(**kind))
+        for name, weight in made.named_parameters():
+            if "norm" not in name:
+                torch.nn.init.normal_(weight, std=0.3)
+        made.save_pretrained(model)
+        (model / "config.json").write_text(json.dumps(config))
+
     def start(
         self, model: str, extra: dict | None, executor: str = "", role: str = "kv_both", shape: dict | None = None,
-        connector: str = "KvpoolConnector", **more: Any,
+        connector: str = "KvpoolConnector", config: dict | None = None, **more: Any,
     ) -> dict:  # fmt: skip
-        self.write_model(model, **shape or {})
+        if config is None:
+            self.write_model(model, **shape or {})
+        else:
+            self.write_random(Path(model), config)
         from vllm import LLM
         from vllm.config import KVTransferConfig
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+        if more.get("enable_sleep_mode"):  # which vLLM has not on a CPU: see inside_sleep.py
+            from vllm.platforms import current_platform
+
+            type(current_platform).is_sleep_mode_available = lambda self: True
         if extra is not None:
             more["kv_transfer_config"] = KVTransferConfig(
                 kv_connector=connector,
@@ -95,13 +117,27 @@ class Driver:
             steps += 1
         return {"steps": steps}
 
+    def sleep(self, level: int = 1, mode: str = "abort") -> dict:
+        self.llm.sleep(level, mode)
+        return {}
+
+    def wake_up(self, tags: list[str] | None = None) -> dict:
+        return {"awake": self.llm.wake_up(tags)}
+
+    def release_kv_cache(self) -> dict:
+        """After a pause, in which vLLM hears that its requests have ended."""
+        core = self.llm.llm_engine.engine_core.engine_core
+        while core.scheduler.has_requests():
+            core.step_fn()
+        self.llm.sleep(0)
+        self.llm.release_kv_cache_memory()
+        return {}
+
     def reset(self, connector: bool = False) -> dict:
         return {"ok": self.llm.reset_prefix_cache(reset_connector=connector)}
 
-    def inside(self, what: str, *arguments: Any) -> dict:
-        import inside
-
-        told = self.llm.collective_rpc(getattr(inside, what), args=tuple(arguments))
+    def inside(self, what: str, *arguments: Any, module: str = "inside") -> dict:
+        told = self.llm.collective_rpc(getattr(importlib.import_module(module), what), args=tuple(arguments))
         return {"told": told if len(told) > 1 else told[0]}  # of each worker
 
     def wait_at_most(self, seconds: float) -> dict:

@@ -146,7 +146,6 @@ def test_the_pool_is_what_the_options_say(engine):
 CASES = [
     ({"parallel": {"decode_context_parallel_size": 2}}, "Unsupported", "context parallelism"),
     ({"parallel": {"prefill_context_parallel_size": 2}, "role": "WORKER"}, "Unsupported", "context parallelism"),
-    ({"sleep": True}, "Unsupported", "sleep mode"),
     ({}, "StateError", "no worker has registered"),
     ({"extra": {"dram": 1}}, "ArgumentError", "dram_gib"),
     ({"role": "WORKER"}, "", ""),

@@ -282,7 +282,15 @@ def test_importing_kvpool_imports_no_engine():
 def test_the_planner_knows_no_vllm():
     folder = ROOT / "src" / "kvpool" / "engines" / "vllm"
     users = {file.name for file in folder.glob("*.py") if re.search(r"^\s*(import|from) vllm", file.read_text(), re.M)}
-    assert users == {"__init__.py", "connector.py", "metadata.py", "metrics.py", "reported_events.py", "tier.py"}
+    assert users == {
+        "__init__.py",
+        "connector.py",
+        "metadata.py",
+        "metrics.py",
+        "reported_events.py",
+        "sleeping.py",
+        "tier.py",
+    }
     assert dataclasses.is_dataclass(plans.StepPlan)
 
 

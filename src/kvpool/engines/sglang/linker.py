@@ -33,6 +33,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (  # noqa: E
     UnifiedCacheLinker,
 )
 
+from kvpool.engines.sglang import sleeping  # noqa: E402
 from kvpool.engines.sglang.loads import Lookups, QueuedLoad  # noqa: E402
 from kvpool.engines.sglang.options import LinkerOptions  # noqa: E402
 from kvpool.engines.sglang.pages import device_pieces  # noqa: E402
@@ -94,6 +95,7 @@ class KvpoolLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._loader = ThreadPoolExecutor(1, "kvpool-load")
         self._saver = ThreadPoolExecutor(1, "kvpool-save")
         self._closed = False
+        sleeping.follow(self)
         _log.info("kvpool keeps %d pages of %d bytes in DRAM", pages, self._store.cache.block_bytes)
 
     # ---- loads
@@ -202,7 +204,21 @@ class KvpoolLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """Whether the oldest save has stored its pages."""
         return self._saved.popleft().result()
 
-    # ---- the end
+    # ---- the end, and the sleep
+
+    def suspend(self) -> None:
+        """SGLang unmaps its pages next: waits for all copies, and touches the pages no more until `resume`."""
+        self._await_copies()
+        self._store.suspend()
+
+    def resume(self) -> None:
+        """SGLang has its pages again. What is stored is there unless SGLang has flushed it."""
+        self._store.resume()
+
+    def _await_copies(self) -> None:
+        for executor in (self._saver, self._loader):
+            if not self._closed:
+                executor.submit(int).result()  # after all that was submitted before
 
     def reset(self) -> None:
         """Waits for all copies. SGLang flushes its cache; unless `keep_on_flush` is set all stored pages go as well."""
@@ -210,9 +226,7 @@ class KvpoolLinker(UnifiedCacheLinker):  # type: ignore[misc]
             load.close()
         self._queued.clear()
         self._lookups.clear()
-        for executor in (self._saver, self._loader):
-            if not self._closed:
-                executor.submit(int).result()  # after all that was submitted before
+        self._await_copies()
         self._saved.clear()
         self.layer_done_counter.reset()
         cache = self._store.cache

@@ -107,6 +107,18 @@ class AdoptedStore:
         """As in Store."""
         return self.cache.load(hex_keys_of(keys), self._addrs[pages])
 
+    def suspend(self) -> None:
+        """The pages' memory goes for a while. REQUIRES: no save or load is under way. Idempotent."""
+        if not (self.pool.closed or self.pool.suspended):
+            self.pool.free(self._addrs)
+            self.pool.suspend(keep=False)
+
+    def resume(self) -> None:
+        """The memory is there again, with any content. Idempotent."""
+        if not self.pool.closed and self.pool.suspended:
+            self.pool.resume()
+            self._addrs[:] = self.pool.adopt(np.arange(len(self._addrs)))
+
 
 class FlatStore:
     """Of a host pool that gives out its pages one by one (SGLang's ``get_data_page``)."""

@@ -31,7 +31,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor  # noqa: E402
 from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: E402
 
 from kvpool.engines import packing  # noqa: E402
-from kvpool.engines.vllm import engine_pool  # noqa: E402
+from kvpool.engines.vllm import engine_pool, sleeping  # noqa: E402
 from kvpool.engines.vllm.engine_pool import EnginePool  # noqa: E402
 from kvpool.engines.vllm.expected import Expected  # noqa: E402
 from kvpool.engines.vllm.figures import Figures  # noqa: E402
@@ -67,7 +67,8 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     Raises:
         Unsupported: Layers that keep anything but K and V; groups of layers with unequal pages; workers on several
-            machines, or stages of a pipeline with groups of layers, in a cluster; context parallelism; sleep mode.
+            machines, or stages of a pipeline with groups of layers, in a cluster; context parallelism; sleep mode
+            with the route ucx.
         ArgumentError, ArgumentTypeError: ``kv_connector_extra_config`` is wrong.
         OutOfMemory: The machine does not have the memory for the cache.
         LayoutMismatch: vLLM's tensors are not what its configuration says.
@@ -239,6 +240,8 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             else:
                 self._engine = EnginePool(pool, self._pages.blocks, stream)
             engine_pool.attach(self._engine_id, self._engine)
+        if self._vllm_config.model_config.enable_sleep_mode:
+            sleeping.follow(self._vllm_config.model_config.sleep_mode_backend, self._engine, pool.settings.routes)
         _log.info("vLLM's %d blocks are on kvpool: %s", self._pages.blocks, pool)
 
     def get_handshake_metadata(self) -> Joined | None:

@@ -35,6 +35,9 @@ __all__ = ["EnginePool", "attach", "detach", "find", "wait_for"]
 
 _log = logging.getLogger("kvpool.engines.vllm")
 
+_LOOK_AGAIN_SECONDS = 0.005
+_SUSPEND_SECONDS = 10.0  # for what peers still read or write; vLLM has no requests then
+
 
 @dataclass
 class _Save:
@@ -131,12 +134,7 @@ class EnginePool:
 
     def clear(self) -> bool:
         """Waits for all copies, and drops all that is cached. False: a peer still reads what nobody finds any more."""
-        for save in self._saves:
-            wait_for(save.copy)
-        for load in self._loads.values():
-            wait_for(load.copy)
-        self._reap_saves()
-        self._reap_loads()
+        self._await_all()
         self._hits.close_all()
         forget_all(self.pool)
         return self.pool.stats().dram.historical == 0
@@ -190,6 +188,28 @@ class EnginePool:
             return
         self._saves.append(_Save(copy, blocks, plan))
 
+    def suspend(self) -> None:
+        """VLLM unmaps its blocks next: waits for all that reads or writes them. Idempotent.
+
+        Raises:
+            Busy, StateError: A peer still has some of them. Then nothing is changed.
+        """
+        if self.pool.closed or self.pool.suspended:
+            return
+        self._await_all()
+        self._free_all(time.monotonic() + _SUSPEND_SECONDS)
+        try:
+            self.pool.suspend(keep=False, timeout=_SUSPEND_SECONDS)
+        except BaseException:
+            self._adopt()
+            raise
+
+    def resume(self) -> None:
+        """VLLM has its blocks again, at the same addresses and with any content. Idempotent."""
+        if not self.pool.closed and self.pool.suspended:
+            self.pool.resume()
+            self._adopt()
+
     def take_figures(self) -> Figures:
         """What happened since the last call."""
         self._reap_saves()
@@ -211,6 +231,27 @@ class EnginePool:
         self.pool.close()
 
     # ----
+
+    def _free_all(self, until: float) -> None:
+        """Waits for peers that read some of the blocks."""
+        while True:
+            try:
+                return self.pool.free(self._addrs)
+            except StateError:
+                if time.monotonic() > until:
+                    raise
+            time.sleep(_LOOK_AGAIN_SECONDS)
+
+    def _adopt(self) -> None:
+        self._addrs[:] = self.pool.adopt(np.arange(len(self._addrs)))  # in place: others have this array, too
+
+    def _await_all(self) -> None:
+        for save in self._saves:
+            wait_for(save.copy)
+        for load in self._loads.values():
+            wait_for(load.copy)
+        self._reap_saves()
+        self._reap_loads()
 
     def _await(self, saves: Sequence[_Save]) -> None:
         began = time.perf_counter()

@@ -88,6 +88,11 @@ class MemberPool(EnginePool, AmongPeers):
         else:
             self._sends.refuse(plan)
 
+    def suspend(self) -> None:
+        """As EnginePool.suspend. Waits for sends, too."""
+        self._sends.await_writes(None)
+        super().suspend()
+
     def take_figures(self) -> Figures:
         """What happened since the last call."""
         return self._with_sends(super().take_figures())

@@ -17,8 +17,6 @@ def check_supported(vllm_config: Any, options: Options) -> None:
     parallel = vllm_config.parallel_config
     if parallel.prefill_context_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
         raise Unsupported("KvpoolConnector does not support context parallelism: workers would hold parts of tokens")
-    if vllm_config.model_config.enable_sleep_mode:
-        raise Unsupported("KvpoolConnector does not support sleep mode: vLLM would unmap blocks that the pool reads")
     if options.cluster and parallel.nnodes_within_dp > 1:
         raise Unsupported(
             "KvpoolConnector supports the option cluster only where all workers of an engine are on one machine, and "
