@@ -12,6 +12,7 @@ _APART: Final = ("python/engines/test_vllm_apart.py", "python/engines/test_vllm_
 _RANKS: Final = ("python/engines/test_vllm_ranks.py",)
 _PLANNER: Final = ("python/engines/test_vllm_planner.py",)
 _MEMBERS: Final = ("python/engines/test_vllm_members.py", "python/engines/test_vllm_expected.py")
+_STATES: Final = ("python/engines/test_vllm_states.py",)
 _GROUPS: Final = ("python/engines/test_vllm_groups.py",)
 _GROUP_MEMBERS: Final = (
     "python/engines/test_vllm_groups.py",
@@ -217,6 +218,26 @@ ENGINES_BUGS: Final = (
             "        if self._expected is not None and not self._expected.has_arrived(request.request_id):\n",
         ),
         _MEMBERS,
+        build="python",
+    ),
+    Bug(
+        "state-of-another-boundary",
+        "engines",
+        "a state is saved as that of a boundary which the step went beyond: answers go on from other tokens",
+        in_python("engines/vllm/planner.py", "if tracked.boundary != len(tokens) or", "if"),
+        _STATES,
+        build="python",
+    ),
+    Bug(
+        "state-by-its-own-tokens",
+        "engines",
+        "a state is named by the tokens of its block alone: prompts that differ before share it",
+        in_python(
+            "engines/vllm/groups.py",
+            "digest = (digests or Digests()).of(tokens, begin)",
+            "digest = (digests or Digests()).of(tokens, 0)",
+        ),
+        _STATES,
         build="python",
     ),
 )

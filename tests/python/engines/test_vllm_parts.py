@@ -18,11 +18,11 @@ import kvpool
 from kvpool.engines.packing import declare, marked, unmarked
 from kvpool.engines.vllm import TESTED, engine_pool, plans
 from kvpool.engines.vllm.figures import FIGURES, Figures
-from kvpool.engines.vllm.layouts import Pages, adoption_of, pages_of
+from kvpool.engines.vllm.layouts import Pages, adoption_of, pages_of, raw_layout, raw_pages
 from kvpool.engines.vllm.options import Options
 from kvpool.engines.vllm.packings import packing_of
 from kvpool.engines.vllm.requests import TokenArray, namespace_of
-from kvpool.engines.vllm.supported import check_shared, check_stages, check_supported
+from kvpool.engines.vllm.supported import check_alone, check_shared, check_stages, check_supported
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -70,6 +70,12 @@ def hybrid(*groups):
     return SimpleNamespace(kv_cache_groups=[each.kv_cache_groups[0] for each in found], num_blocks=5)
 
 
+def state(**more):
+    """Of layers as in `config`, each with a state that is padded to the size of a page."""
+    plain = {"mamba_cache_mode": "align", "num_speculative_blocks": 0, "num_prefill_checkpoint_blocks": 0}
+    return MambaSpec(**{"block_size": 16, "page_size_bytes": 1024, **plain, **more})
+
+
 PAGES = Pages(("one", "two"), 2, 8, "bfloat16", 16, 5)
 
 
@@ -90,6 +96,44 @@ def test_groups_of_layers_have_one_page():
     )  # of a pipeline, without layers of a group
     assert pages_of(stage).windows == (64, None)
     assert [pages_of(one).begins_anew for one in (two, alone, stage, config())] == [True, True, True, False]
+
+
+def test_groups_whose_pages_differ_inside_are_moved_as_bytes():
+    mixed = hybrid((FullAttentionSpec, ["a", "c"], {}), (FullAttentionSpec, ["b"], {}))
+    mixed.kv_cache_groups[1].kv_cache_spec = state()
+    found = pages_of(mixed)
+    names = (("a", "c"), ("b",))
+    states = {"windows": (None, None), "groups": names, "states": (False, True), "page_bytes": 1024}
+    assert found == Pages(("a", "c"), 1, 32, "uint8", 16, 5, **states)
+    assert found.begins_anew
+    assert raw_layout(found).block_bytes == 2 * 1024
+    heads = hybrid(
+        (FullAttentionSpec, ["a"], {}), (SlidingWindowSpec, ["b"], {"head_size": 4, "sliding_window": 9})
+    )  # whose pages vLLM has padded
+    assert (pages_of(heads).page_bytes, pages_of(heads).windows) == (1024, (None, 9))
+    assert pages_of(config(state())).states == (True,)
+    with pytest.raises(kvpool.Unsupported, match="equal pages, not with Mamba"):
+        check_alone(found, Options(cluster="local://demo"))
+    check_alone(found, Options())
+    check_alone(PAGES, Options(cluster="local://demo"))
+
+
+def test_the_bytes_of_pages_are_the_memory_of_all_their_tensors():
+    pages = Pages(("a",), 1, 32, "uint8", 16, 3, groups=(("a",), ("b",)), states=(False, True), page_bytes=1024)
+    memory = torch.zeros(2 * 3 * 1024, dtype=torch.uint8)
+    attention = memory.view(torch.float32).view(2, 3, 2, 128)[1]
+    convolution = attention.view(3, 256).as_strided((3, 4), (256, 1))
+    raw = raw_pages(pages, [convolution, convolution[:, 2:]])
+    raw[2] = 9
+    assert raw.data_ptr() == attention.data_ptr()
+    assert (memory[-1024:] == 9).all()
+    assert not memory[:-1024].any()
+    check_shared(pages, {"a": attention, "b": (convolution,)})
+    with pytest.raises(kvpool.Unsupported, match="tensors of b and a differ"):
+        check_shared(pages, {"a": attention, "b": memory.view(torch.float32).view(2, 3, 256)[0]})
+    for wrong in (attention[:2], attention.view(3, 256)[:, :128].contiguous(), attention.permute(1, 0, 2)):
+        with pytest.raises(kvpool.LayoutMismatch, match="one after another"):
+            raw_pages(pages, wrong)
 
 
 def test_workers_on_several_machines_are_refused_in_a_cluster():
@@ -125,10 +169,19 @@ def test_groups_that_do_not_share_memory_are_refused():
     ("wrong", "words"),
     [
         (config(groups=0), "no KV layers"),
-        (config(MambaSpec()), "MambaSpec"),
+        (config(state(mamba_cache_mode="none")), 'boundaries of blocks: .* "align", not "none"'),
+        (config(state(num_speculative_blocks=2)), "without speculative decoding"),
+        (config(state(num_prefill_checkpoint_blocks=1)), "without checkpoints"),
+        (config(state(page_size_bytes=1000)), "1000 bytes for 16 tokens"),
         (config(RSWASpec(**vars(config().kv_cache_groups[0].kv_cache_spec))), "RSWASpec"),
-        (hybrid((FullAttentionSpec, ["a"], {}), (SlidingWindowSpec, ["b"], {"head_size": 4})), "2 groups .* differ"),
-        (hybrid((FullAttentionSpec, ["a"], {}), (SlidingWindowSpec, ["b"], {"block_size": 32})), "2 groups .* differ"),
+        (
+            hybrid((FullAttentionSpec, ["a"], {}), (SlidingWindowSpec, ["b"], {"block_size": 32, "sliding_window": 9})),
+            r"\[\(16, 1024\), \(32, 1024\)\]",
+        ),
+        (
+            hybrid((FullAttentionSpec, ["a"], {}), (SlidingWindowSpec, ["b"], {"page_size_bytes": 2048})),
+            r"\[\(16, 1024\), \(16, 2048\)\]",
+        ),
         (config(dtype="torch.float4_e2m1fn_x2"), "float4"),
         (config(page_size_bytes=1040), "1040 bytes"),
         (
@@ -283,14 +336,8 @@ def test_the_planner_knows_no_vllm():
     folder = ROOT / "src" / "kvpool" / "engines" / "vllm"
     users = {file.name for file in folder.glob("*.py") if re.search(r"^\s*(import|from) vllm", file.read_text(), re.M)}
     assert users == {
-        "__init__.py",
-        "connector.py",
-        "metadata.py",
-        "metrics.py",
-        "reported_events.py",
-        "sleeping.py",
-        "tier.py",
-    }
+        "__init__.py", "connector.py", "metadata.py", "metrics.py", "reported_events.py", "sleeping.py", "tier.py",
+    }  # fmt: skip
     assert dataclasses.is_dataclass(plans.StepPlan)
 
 

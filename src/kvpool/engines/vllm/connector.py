@@ -36,7 +36,7 @@ from kvpool.engines.vllm.engine_pool import EnginePool  # noqa: E402
 from kvpool.engines.vllm.expected import Expected  # noqa: E402
 from kvpool.engines.vllm.figures import Figures  # noqa: E402
 from kvpool.engines.vllm.groups import Groups, places_of  # noqa: E402
-from kvpool.engines.vllm.layouts import adoption_of, divided, pages_of  # noqa: E402
+from kvpool.engines.vllm.layouts import Adoption, adoption_of, divided, pages_of, raw_layout, raw_pages  # noqa: E402
 from kvpool.engines.vllm.member_index import MemberIndex  # noqa: E402
 from kvpool.engines.vllm.member_pool import MemberPool  # noqa: E402
 from kvpool.engines.vllm.members import ROLES, Membership, secret_of  # noqa: E402
@@ -51,7 +51,13 @@ from kvpool.engines.vllm.published import published_by  # noqa: E402
 from kvpool.engines.vllm.pulls import Pulls  # noqa: E402
 from kvpool.engines.vllm.reported_events import ReportedEvents, wanted  # noqa: E402
 from kvpool.engines.vllm.scheduler_index import SchedulerIndex  # noqa: E402
-from kvpool.engines.vllm.supported import check_by_layer, check_shared, check_stages, check_supported  # noqa: E402
+from kvpool.engines.vllm.supported import (  # noqa: E402
+    check_alone,
+    check_by_layer,
+    check_shared,
+    check_stages,
+    check_supported,
+)
 from kvpool.engines.vllm.worker_pool import WorkerPool  # noqa: E402
 from kvpool.errors import StateError  # noqa: E402
 from kvpool.pool import Pool  # noqa: E402
@@ -66,9 +72,9 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Keeps computed blocks in DRAM, and brings them back. vLLM makes it; see docs/how-to/vllm.md.
 
     Raises:
-        Unsupported: Layers that keep anything but K and V; groups of layers with unequal pages; workers on several
-            machines, or stages of a pipeline with groups of layers, in a cluster; context parallelism; sleep mode
-            with the route ucx.
+        Unsupported: Layers that keep anything but K and V or states at the ends of blocks; groups of layers with blocks
+            of unequal sizes, and with unequal pages in a cluster; workers on several machines, or stages of a pipeline
+            with groups of layers, in a cluster; context parallelism; sleep mode with the route ucx.
         ArgumentError, ArgumentTypeError: ``kv_connector_extra_config`` is wrong.
         OutOfMemory: The machine does not have the memory for the cache.
         LayoutMismatch: vLLM's tensors are not what its configuration says.
@@ -92,9 +98,11 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         check_by_layer(self._options, self._one_process, parallel)
         self._pages = pages_of(kv_cache_config)
         check_stages(self._pages, self._options, parallel.pipeline_parallel_size)
+        check_alone(self._pages, self._options)
         # Alone, the stages of a pipeline have other layers in the groups, and nobody to compare them with.
         places = places_of(self._pages.groups) if self._options.cluster else ""
-        self._groups = Groups(self._pages.block_tokens, self._pages.windows, bool(self._options.cluster), places)
+        pages = self._pages
+        self._groups = Groups(pages.block_tokens, pages.windows, bool(self._options.cluster), places, pages.states)
         if self._pages.begins_anew:
             self._async_load = True  # of failures of other loads vLLM hears by their blocks alone
         self._places = {  # of each layer: its group, and its place in the group's blocks
@@ -133,6 +141,8 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             raise StateError(f"{len(metadata)} of {self._workers} workers have registered their blocks")
         parts = [metadata[rank] for rank in sorted(metadata)]  # by stage, then by tensor-parallel rank
         heads = 1 if self._pages.latent else self._vllm_config.model_config.get_total_num_kv_heads()
+        if self._pages.page_bytes:
+            heads = self._tp  # each worker has its part of what the pages hold, as if that were a head
         layout, parallel = divided([part.layout for part in parts], self._tp, heads)
         pool = Pool(
             layout,
@@ -214,7 +224,11 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Makes the pool over vLLM's tensors."""
         tensors = [kv_caches[name] for name in self._pages.layers]
         check_shared(self._pages, kv_caches)
-        found = adoption_of(self._pages, tensors[0].shape, tensors[0].stride())
+        if self._pages.page_bytes:
+            tensors = [raw_pages(self._pages, tensor) for tensor in tensors]
+            found = Adoption(raw_layout(self._pages), 0, (0, 1))
+        else:
+            found = adoption_of(self._pages, tensors[0].shape, tensors[0].stride())
         device = tensors[0].device
         settings = self._options.settings
         if self._options.cluster and not self._one_process and (secret := secret_of(self._options.cluster)):
@@ -376,7 +390,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             outgoing = Outgoing(engine, engine.name, self._groups) if produces else None
             pulls = Pulls(engine, self._options.transfer_timeout_s, self._options.pull, groups=self._groups)
             consumes = produces = True  # the role says what goes to others; each has its cache
-        if wanted(self._vllm_config):
+        if wanted(self._vllm_config) and not any(self._pages.states):
             self._events = ReportedEvents(self._vllm_config, engine.pool)
         return Planner(
             engine,
@@ -410,6 +424,8 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             raise
 
     def _packing(self) -> str:
+        if self._pages.page_bytes:  # no peer sees them
+            return packing.ROWS
         layers = self._vllm_config.compilation_config.static_forward_context
         names = [name for group in self._pages.groups or (self._pages.layers,) for name in group]
         return packing_of((layers[name] for name in names), self._vllm_config.cache_config.cache_dtype)

@@ -33,17 +33,22 @@ class Groups:
     group with a window has tails, too: what the window needs at the end of a prefix, without the blocks before it. A
     tail is a prompt in a namespace that names where it begins and all tokens before that. Its content depends on these.
 
+    A group of states (Mamba, linear attention, short convolutions) has one state for all tokens before a boundary, in
+    the block that ends there. It is cached as a tail of that one block, in any engine.
+
     Attributes:
         block_tokens: Tokens in a block.
         windows: For each group, to how many of the last tokens a token attends; None: to all.
         tails: There are tails.
         places: What `places_of` says of the layers, where engines compare it.
+        states: For each group, whether it has states; empty: none has.
     """
 
     block_tokens: int
     windows: tuple[int | None, ...] = (None,)
     tails: bool = False
     places: str = ""
+    states: tuple[bool, ...] = ()
 
     def __len__(self) -> int:
         """How many there are."""
@@ -54,10 +59,14 @@ class Groups:
         """Whether a group has a window."""
         return any(window is not None for window in self.windows)
 
+    def has_states(self, group: int) -> bool:
+        """Whether a group has states."""
+        return bool(self.states) and self.states[group]
+
     @property
     def order(self) -> list[int]:
-        """The groups in the order in which they are looked up: those first that attend to all tokens."""
-        return sorted(range(len(self)), key=lambda group: self.windows[group] is not None)
+        """The groups in the order in which they are looked up: those first that attend to all tokens, states last."""
+        return sorted(range(len(self)), key=lambda group: (self.has_states(group), self.windows[group] is not None))
 
     @property
     def mark(self) -> str:
@@ -73,6 +82,8 @@ class Groups:
 
     def first_needed(self, group: int, blocks: int) -> int:
         """The first block that a group needs of a prefix of `blocks` blocks, for the token that follows it."""
+        if self.has_states(group):
+            return blocks - 1
         window = self.windows[group]
         return 0 if window is None else max(0, blocks * self.block_tokens - window + 1) // self.block_tokens
 

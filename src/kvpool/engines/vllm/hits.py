@@ -27,10 +27,12 @@ class Hit:
     Attributes:
         match: Pins it.
         first: The block of the prompt at which it begins: 0, unless it is a tail.
+        state: It is a state, of which no other block is needed.
     """
 
     match: _core.Match
     first: int = 0
+    state: bool = False
 
     def addrs(self, first: int, count: int) -> npt.NDArray[np.uint64] | None:
         """Of `count` blocks of the prompt from `first` on. None: it does not have all of them."""
@@ -100,7 +102,8 @@ class Hits:
 
     def tails(self, request_id: str) -> dict[int, int]:
         """At which block the tails begin that the request has: by group, of those that lack the blocks before it."""
-        return {group: hit.first for group, hit in self._of.get(request_id, {}).items() if hit.first}
+        hits = self._of.get(request_id, {}).items()
+        return {group: hit.first for group, hit in hits if hit.first and not hit.state}
 
     def take(self, request_id: str, group: int) -> Hit | None:
         """The match of one group, which the caller closes."""
@@ -168,6 +171,8 @@ class _Search:
                 return end
             del self.hits[group]
             known.close()
+        if self._groups.has_states(group):
+            return self._look_for_state(group, end)
         whole = self._match(*self._part(group, end, 0))
         self.hits[group] = Hit(whole)
         found = whole.tokens
@@ -184,6 +189,18 @@ class _Search:
             else:
                 tail.close()
         return found
+
+    def _look_for_state(self, group: int, end: int) -> int:
+        """The last boundary up to `end` tokens whose state is cached."""
+        block_tokens = self._groups.block_tokens
+        for first in range(end // block_tokens - 1, -1, -1):
+            boundary = (first + 1) * block_tokens
+            state = self._match(*self._part(group, boundary, first))
+            if state.tokens == block_tokens:
+                self.hits[group] = Hit(state, first, state=True)
+                return boundary
+            state.close()
+        return 0
 
     def _serves(self, group: int, first: int, end: int) -> bool:
         """Whether a group needs no block before `first` of a prefix."""

@@ -14,7 +14,7 @@ from kvpool.errors import LayoutMismatch, Unsupported
 from kvpool.transfer import ParallelConfig
 from kvpool.types import KVLayout
 
-__all__ = ["Adoption", "Pages", "adoption_of", "pages_of"]
+__all__ = ["Adoption", "Pages", "adoption_of", "divided", "pages_of", "raw_layout", "raw_pages"]
 
 _DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "uint8", "int8")
 
@@ -33,6 +33,9 @@ class Pages:
         latent: Latent attention (MLA): a token has one latent, and no K and V.
         windows: For each group of layers the tokens of its sliding window, before which vLLM drops blocks; None: it has
             no window.
+        states: For each group of layers, whether it keeps one state for all tokens before a boundary; empty: none does.
+        page_bytes: Of pages that are moved as they are, because groups differ in what theirs hold: of one layer.
+            `kv_heads`, `head_dim` and `dtype` then describe bytes. 0: all pages hold what these say.
         groups: Names of the layers of each group, where there are several. They have the same memory, and a block
             belongs to one of them: at the places of another group's layers are `layers`, those of the longest group.
     """
@@ -46,6 +49,8 @@ class Pages:
     latent: bool = False
     windows: tuple[int | None, ...] = (None,)
     groups: tuple[tuple[str, ...], ...] = ()
+    states: tuple[bool, ...] = ()
+    page_bytes: int = 0
 
     @property
     def begins_anew(self) -> bool:
@@ -54,7 +59,7 @@ class Pages:
         Otherwise vLLM computes from the first block on that was not filled. It cannot where it has dropped blocks
         before that, and knows no blocks of several groups.
         """
-        return len(self.windows) > 1 or self.windows[0] is not None
+        return len(self.windows) > 1 or self.windows[0] is not None or any(self.states)
 
 
 class Adoption(NamedTuple):
@@ -75,23 +80,21 @@ def pages_of(kv_cache_config: Any) -> Pages:
     """Reads vLLM's ``KVCacheConfig``.
 
     Raises:
-        Unsupported: It has layers that keep anything but K and V of tokens (Mamba), groups of layers whose pages
-            differ, or pages that are quantized with scales, padded, or otherwise not plain K and V.
+        Unsupported: Its layers keep anything but K and V of tokens, or states at the boundaries of blocks; groups of
+            layers have blocks of different numbers of tokens; or all pages are alike, and are quantized with scales,
+            padded, or otherwise not plain K and V.
     """
     groups = kv_cache_config.kv_cache_groups
     filled = [group for group in groups if group.layer_names]  # of a pipeline's stage some may be empty
     if not filled:
         raise Unsupported("the model has no KV layers", groups=0)
     for group in filled:
-        _check_attention(group.kv_cache_spec)
+        _check_layers(group.kv_cache_spec)
     longest = max(filled, key=lambda group: len(group.layer_names))
     spec, names = longest.kv_cache_spec, tuple(longest.layer_names)
-    if any(_page(group.kv_cache_spec) != _page(spec) for group in filled):
-        raise Unsupported(
-            f"the model has {len(groups)} groups of KV layers whose pages differ; KvpoolConnector supports groups of "
-            "equal pages, and others with --disable-hybrid-kv-cache-manager where vLLM allows it",
-            groups=len(groups),
-        )
+    specs = [group.kv_cache_spec for group in filled]
+    if any(_has_states(one) for one in specs) or any(_page(one) != _page(spec) for one in specs):
+        return _unequal(kv_cache_config, filled, names)
     kind = _kinds(spec)
     latent = "MLAAttentionSpec" in kind
     dtype = str(spec.dtype).removeprefix("torch.")
@@ -120,15 +123,69 @@ def pages_of(kv_cache_config: Any) -> Pages:
     return pages
 
 
+def _unequal(kv_cache_config: Any, filled: Sequence[Any], names: tuple[str, ...]) -> Pages:
+    """Of groups whose pages differ inside. VLLM gives all of them the same bytes, and pads what needs fewer."""
+    specs = [group.kv_cache_spec for group in filled]
+    block_tokens, page_bytes = specs[0].block_size, specs[0].page_size_bytes
+    if any((spec.block_size, spec.page_size_bytes) != (block_tokens, page_bytes) for spec in specs):
+        sizes = sorted({(spec.block_size, spec.page_size_bytes) for spec in specs})
+        raise Unsupported(
+            f"the model has groups of KV layers with blocks of (tokens, bytes a layer) {sizes}: KvpoolConnector "
+            "supports groups whose blocks have equally many of both, and others with "
+            "--disable-hybrid-kv-cache-manager where vLLM allows it",
+            groups=len(specs),
+        )
+    row, rest = divmod(page_bytes, 2 * block_tokens)
+    if rest:
+        raise Unsupported(
+            f"a page of a layer has {page_bytes} bytes for {block_tokens} tokens: KvpoolConnector supports groups of "
+            "unequal pages only where the bytes are a multiple of twice the tokens. Another --block-size may help",
+            page_bytes=page_bytes,
+        )
+    groups = kv_cache_config.kv_cache_groups
+    return Pages(
+        names,
+        kv_heads=1,
+        head_dim=row,
+        dtype="uint8",
+        block_tokens=block_tokens,
+        blocks=kv_cache_config.num_blocks,
+        windows=tuple(_window(group.kv_cache_spec) for group in groups),
+        groups=tuple(tuple(group.layer_names) for group in groups) if len(groups) > 1 else (),
+        states=tuple(_has_states(group.kv_cache_spec) for group in groups),
+        page_bytes=page_bytes,
+    )
+
+
 _ATTENTION = {"FullAttentionSpec", "SlidingWindowSpec"}
 _OTHERS = {"RSWASpec", "SlidingWindowMLASpec"}  # which drop blocks between others, or have latents in a window
 
 
-def _check_attention(spec: Any) -> None:
-    if not _kinds(spec) & _ATTENTION or _kinds(spec) & _OTHERS:
+def _has_states(spec: Any) -> bool:
+    return "MambaSpec" in _kinds(spec)
+
+
+def _check_layers(spec: Any) -> None:
+    if _has_states(spec):
+        _check_states(spec)
+    elif not _kinds(spec) & _ATTENTION or _kinds(spec) & _OTHERS:
         raise Unsupported(
             "KvpoolConnector supports layers that attend to all tokens, or with K and V to a window of them, and some "
             f"layers are of {type(spec).__name__}"
+        )
+
+
+def _check_states(spec: Any) -> None:
+    """Where vLLM keeps states at the ends of blocks, a block has it when a step has ended there."""
+    if spec.mamba_cache_mode != "align":
+        raise Unsupported(
+            "KvpoolConnector supports Mamba and linear-attention layers where vLLM keeps states at the boundaries of "
+            f'blocks: with prefix caching, and --mamba-cache-mode "align", not "{spec.mamba_cache_mode}"'
+        )
+    if spec.num_speculative_blocks or spec.num_prefill_checkpoint_blocks:
+        raise Unsupported(
+            "KvpoolConnector supports Mamba and linear-attention layers without speculative decoding and without "
+            "checkpoints inside of steps: a block would not hold the state at its end"
         )
 
 
@@ -147,6 +204,38 @@ def _page(spec: Any) -> tuple[Any, ...]:
     """What two groups must have in common."""
     latent = "MLAAttentionSpec" in _kinds(spec)
     return latent, spec.block_size, spec.page_size_bytes, spec.num_kv_heads, spec.head_size, spec.dtype
+
+
+def raw_pages(pages: Pages, tensor: Any) -> Any:
+    """The bytes of all pages of one layer: uint8 [block, byte], over the same memory.
+
+    Args:
+        pages: With `page_bytes`.
+        tensor: What vLLM gives a layer: a tensor whose first dimension counts blocks, or several that share a page,
+            the first of which begins where the page does.
+
+    Raises:
+        LayoutMismatch: The pages do not follow each other in memory.
+    """
+    import torch
+
+    first = tensor[0] if isinstance(tensor, list | tuple) else tensor
+    stride = first.stride(0) * first.element_size()
+    if first.shape[0] != pages.blocks or stride != pages.page_bytes:
+        raise LayoutMismatch(
+            f"vLLM's tensor of a layer has the shape {tuple(first.shape)} and {stride} bytes from one block to the "
+            f"next, not {pages.blocks} blocks of {pages.page_bytes} bytes one after another",
+            shape=list(first.shape),
+        )
+    storage = first.untyped_storage()
+    raw = torch.empty(0, dtype=torch.uint8, device=first.device)
+    offset = first.data_ptr() - storage.data_ptr()
+    return raw.set_(storage, offset, (pages.blocks, pages.page_bytes), (pages.page_bytes, 1))
+
+
+def raw_layout(pages: Pages) -> KVLayout:
+    """Of a block of such pages: for each layer as many bytes, which say nothing of heads."""
+    return _layout(pages, "NHD", "fused")
 
 
 def adoption_of(pages: Pages, shape: Sequence[int], strides: Sequence[int]) -> Adoption:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from kvpool.engines.vllm.expected import Expected
 from kvpool.engines.vllm.groups import Groups
 from kvpool.engines.vllm.outgoing import Outgoing
 from kvpool.engines.vllm.params import read
-from kvpool.engines.vllm.plans import GroupBlocks, LoadPlan, SavePlan, StepPlan, ids, needed_from
+from kvpool.engines.vllm.plans import NULL_BLOCK, GroupBlocks, LoadPlan, SavePlan, StepPlan, ids, needed_from
 from kvpool.engines.vllm.pulls import Pulls
 from kvpool.engines.vllm.requests import Tracked, cacheable, namespace_of
 from kvpool.engines.vllm.scheduler_index import SchedulerIndex
@@ -90,6 +90,7 @@ class Planner:
         """
         tracked = self._tracked.get(request.request_id) or self.add(request)
         tracked.planned, tracked.local, tracked.gap, tracked.tails = 0, computed, False, {}
+        tracked.boundary = 0
         self._loading.pop(request.request_id, None)
         if not tracked.readable:
             return 0, False
@@ -107,6 +108,8 @@ class Planner:
         if self._pulls is not None and self._pulls.must_wait(request.request_id, tokens, max(found, computed)):
             self._engine.unpin(request.request_id)
             return None, False
+        if computed % self._block_tokens:  # vLLM has a part of a block, which no load could go on from
+            found = 0
         tracked.planned = found // self._block_tokens
         tracked.tails = self._engine.tails(request.request_id)  # also if vLLM has as much: they are saved on
         if found <= computed:
@@ -258,13 +261,19 @@ class Planner:
         computed that nobody knows yet.
         """
         request = tracked.request
-        full = min(request.num_computed_tokens + count, request.num_tokens) // self._block_tokens
+        end = request.num_computed_tokens + count
+        if end % self._block_tokens == 0:
+            tracked.boundary = end
+        full = min(end, request.num_tokens) // self._block_tokens
         if full <= tracked.planned or not tracked.writable or tracked.gap:
             return []
         tracked.planned = full
         tokens = tracked.tokens.first(request, full * self._block_tokens)
         saves = []
         for group, of_group in enumerate(blocks_of(request.request_id)):
+            if self._groups.has_states(group):
+                saves += self._saves_of_state(tracked, group, tokens, of_group)
+                continue
             begin = tracked.tails.get(group, 0)
             part = self._groups.part(group, tracked.namespace, tokens, begin, tracked.digests)
             first = max(begin, needed_from(of_group[:full]))
@@ -273,6 +282,19 @@ class Planner:
         if self._on_save is not None and 0 not in tracked.tails:
             self._on_save(request, saves[0])
         return saves
+
+    def _saves_of_state(
+        self, tracked: Tracked, group: int, tokens: npt.NDArray[np.int32], blocks: Sequence[int]
+    ) -> list[SavePlan]:
+        """The state after these tokens. None, if no step ended there: then no block has it.
+
+        What vLLM computes next writes to the next block, and until it drops this one it is in the request's list.
+        """
+        last = len(tokens) // self._block_tokens - 1
+        if tracked.boundary != len(tokens) or blocks[last] == NULL_BLOCK:
+            return []
+        part = self._groups.part(group, tracked.namespace, tokens, last, tracked.digests)
+        return [SavePlan(tracked.request.request_id, part.namespace, part.tokens, ids(blocks[last : last + 1]))]
 
     def _ends(self, tracked: Tracked) -> list[int]:
         """Where tails may end that other engines have sent, or that were fetched."""

@@ -108,6 +108,7 @@ class Tracked:
         tails: By group, at which block the tail begins in which it is cached. Groups that are cached from the first
             block on are not in it.
         digests: Hashes of the beginnings of its tokens.
+        boundary: The tokens at the end of the last step that ended at the end of a block.
     """
 
     request: Any
@@ -120,3 +121,4 @@ class Tracked:
     gap: bool = False
     tails: dict[int, int] = field(default_factory=dict)
     digests: Digests = field(default_factory=Digests)
+    boundary: int = 0

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvpool.engines.vllm.layouts import Pages
+from kvpool.engines.vllm.layouts import Pages, raw_pages
 from kvpool.engines.vllm.options import Options
 from kvpool.errors import Unsupported
 
-__all__ = ["check_by_layer", "check_shared", "check_stages", "check_supported"]
+__all__ = ["check_alone", "check_by_layer", "check_shared", "check_stages", "check_supported"]
 
 
 def check_supported(vllm_config: Any, options: Options) -> None:
@@ -62,11 +62,22 @@ def check_stages(pages: Pages, options: Options, stages: int) -> None:
         )
 
 
+def check_alone(pages: Pages, options: Options) -> None:
+    """Raises Unsupported where engines of a cluster would have to exchange pages of which they know only the bytes."""
+    if options.cluster and pages.page_bytes:
+        raise Unsupported(
+            "KvpoolConnector supports the option cluster only for models whose groups of KV layers have equal pages, "
+            "not with Mamba or linear-attention layers. Leave it out"
+        )
+
+
 def check_shared(pages: Pages, kv_caches: Mapping[str, Any]) -> None:
     """Raises Unsupported unless the groups share memory: a place in a block is the same one for the layers of each."""
     for group in pages.groups:
         for name, first in zip(group, pages.layers, strict=False):
             one, other = kv_caches[name], kv_caches[first]
+            if pages.page_bytes:  # they differ in what a page holds
+                one, other = raw_pages(pages, one), raw_pages(pages, other)
             if (one.data_ptr(), one.shape, one.stride()) != (other.data_ptr(), other.shape, other.stride()):
                 raise Unsupported(
                     "KvpoolConnector supports groups of KV layers whose pages are the same memory, and the tensors of "
