@@ -171,3 +171,15 @@ class EndlessCopy:
 def hold_saves(worker) -> None:
     """Saves begin, and do not end."""
     only_engine()._copy_out = lambda plan: EndlessCopy()
+
+
+def memory_of_blocks(worker) -> list[str]:
+    """The names of the mappings that vLLM's blocks lie in."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    layers = worker.compilation_config.static_forward_context
+    places = [layers[name].kv_cache.data_ptr() for name in get_kv_transfer_group()._pages.layers]
+    with open("/proc/self/maps") as maps:
+        lines = [line.split(maxsplit=5) for line in maps]
+    spans = [([int(part, 16) for part in line[0].split("-")], line[5] if len(line) > 5 else "") for line in lines]
+    return sorted({name.strip() for (begin, end), name in spans for at in places if begin <= at < end})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ from kvpool.engines.vllm.metadata import Joined, StepMetadata, WorkerMetadata  #
 from kvpool.engines.vllm.metrics import KvpoolPromMetrics, KvpoolStats  # noqa: E402
 from kvpool.engines.vllm.options import Options  # noqa: E402
 from kvpool.engines.vllm.outgoing import Outgoing  # noqa: E402
+from kvpool.engines.vllm.owned import OwnedBlocks  # noqa: E402
 from kvpool.engines.vllm.packings import packing_of  # noqa: E402
 from kvpool.engines.vllm.planner import Planner  # noqa: E402
 from kvpool.engines.vllm.plans import SavePlan, StepPlan  # noqa: E402
@@ -219,6 +221,10 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._planner.reset()
 
     # ---- the worker's side
+
+    def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
+        """In what vLLM allocates its blocks; None: as without a connector."""
+        return OwnedBlocks() if self._options.own_blocks else None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Makes the pool over vLLM's tensors."""

@@ -50,6 +50,7 @@ class Options:
         by_layer: Send each layer of a prompt as soon as it is computed. Not with workers in other processes.
         pull: Ask all other members for each prompt, and fetch what one of them has and this engine has not.
         transfer_timeout_s: Seconds that a send may take, and for which a request waits for its prompt.
+        own_blocks: vLLM's own blocks lie in memory that kvpool allocates. Only where they are in host memory.
     """
 
     dram_gib: float = 4.0
@@ -63,6 +64,7 @@ class Options:
     by_layer: bool = False
     pull: bool = False
     transfer_timeout_s: float = 5.0
+    own_blocks: bool = False
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> Options:
@@ -76,7 +78,7 @@ class Options:
         check_memory(_WHERE, extra, "dram_blocks")
         options = cls(**extra)
         check_amount(_WHERE, "transfer_timeout_s", options.transfer_timeout_s, (int, float))
-        for name in ("async_load", "by_layer", "pull"):
+        for name in ("async_load", "by_layer", "pull", "own_blocks"):
             if not isinstance(getattr(options, name), bool):
                 raise ArgumentTypeError(f"kv_connector_extra_config: {name} must be true or false")
         if not isinstance(options.url, str):

@@ -17,6 +17,11 @@ def check_supported(vllm_config: Any, options: Options) -> None:
     parallel = vllm_config.parallel_config
     if parallel.prefill_context_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
         raise Unsupported("KvpoolConnector does not support context parallelism: workers would hold parts of tokens")
+    if options.own_blocks and vllm_config.device_config.device_type != "cpu":
+        raise Unsupported(
+            "KvpoolConnector supports the option own_blocks only where vLLM runs on a CPU, and this is "
+            f"{vllm_config.device_config.device_type}: leave it out, and kvpool adopts the blocks that vLLM allocates"
+        )
     if options.cluster and parallel.nnodes_within_dp > 1:
         raise Unsupported(
             "KvpoolConnector supports the option cluster only where all workers of an engine are on one machine, and "
