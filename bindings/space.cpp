@@ -97,7 +97,7 @@ py::dict counts(const SharedSpace& shared, py::handle medium_argument) {
   dict["capacity"] = units.capacity;
   for (int code = 0; code < kBlockStateCount; ++code) {
     const auto state = static_cast<BlockState>(code);
-    if (state == BlockState::kOverlapped) continue;
+    if (state == BlockState::kOverlapped || state == BlockState::kSuspended) continue;  // no state of a unit
     dict[block_state_name(state)] = units.by_state[static_cast<std::size_t>(code)];
   }
   dict["largest_run"] = largest;
