@@ -364,6 +364,8 @@ class Pool(NetworkedPool):
 
     def __repr__(self) -> str:
         """How many blocks are in use."""
+        if "_gpu" not in self.__dict__:  # tracebacks show what could not be made, and the C++ half has no state then
+            return "<Pool that was not made>"
         if self.closed:
             return "<Pool closed>"
         stats = self.stats()

@@ -29,6 +29,19 @@ def test_a_handle_keeps_its_pool():
     hit.close()
 
 
+def test_a_pool_that_could_not_be_made_can_be_shown():
+    made = []
+
+    class Kept(kvpool.Pool):
+        def __new__(cls, *given, **settings):
+            made.append(super().__new__(cls, *given, **settings))
+            return made[0]
+
+    with pytest.raises(kvpool.ArgumentError):
+        Kept(kvpool.RawLayout(block_bytes=64), hbm_blocks=1, dram_blocks=-1)
+    assert repr(made[0]) == "<Pool that was not made>"
+
+
 @pytest.mark.parametrize("close_pool", [True, False])
 def test_handles_may_be_closed_after_their_pool_in_any_order(close_pool):
     for order in ((0, 1, 2), (2, 1, 0), (1, 0, 2)):
