@@ -31,7 +31,7 @@ void bind_keyed(pybind11::module_& module);  // after bind_pool
 void bind_heartbeat(pybind11::module_& module);
 void bind_machine(pybind11::module_& module);
 void bind_reshard(pybind11::module_& module);
-void bind_space(pybind11::module_& module);  // before bind_pool
+void bind_space(pybind11::module_& module);       // before bind_pool
 void show_signatures(pybind11::module_& module);  // after all of them
 
 // Methods of the pool that move blocks between its tiers, and the classes that they return. bind_pool calls it.
