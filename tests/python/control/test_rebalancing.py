@@ -258,7 +258,7 @@ def test_what_another_member_publishes_cannot_stop_an_instance():
 
 def test_what_the_application_raises_is_logged_and_the_epochs_go_on(caplog):
     world = World()
-    (one,) = world.add_all({"a": 90})
+    (one,) = world.add_all({"a": 80})
     one.engine.queue = {"w": 5}
     one.engine.failure = OSError("no route")
     world.started = None  # append raises
