@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import subprocess
+import sys
+
 import msgpack
 import numpy as np
 import pytest
@@ -24,12 +29,109 @@ def in_pieces(monkeypatch):
     monkeypatch.setattr(unpacking, "WHOLE_BYTES", -1)
 
 
-@given(VALUES)
-def test_a_value_is_the_same_in_pieces(value):
-    packed = msgpack.packb(value)
+def in_pieces_and_whole(payload, read=lambda event: event):
+    whole = unpacking.unpack_batch(payload, read)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(unpacking, "WHOLE_BYTES", -1)
-        assert unpacking.unpack(packed) == msgpack.unpackb(packed) == value
+        return unpacking.unpack_batch(payload, read), whole
+
+
+@given(VALUES, st.sampled_from(["alone", "event", "array", "map"]))
+def test_a_value_is_the_same_in_pieces(value, place):
+    batch = {"alone": value, "event": [1.0, [value], 0], "array": [1.0, [["A", value]], 0]}.get(
+        place, {"ts": value, "events": [{"type": "A", "x": value}]}
+    )
+    pieces, whole = in_pieces_and_whole(msgpack.packb(batch))
+    assert pieces == whole
+    if place != "alone" and value is not None:
+        assert whole == batch
+
+
+STORED = {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": None, "token_ids": [5], "block_size": 1}
+MANY = list(range(2 * unpacking.NESTED_MAX))
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        ["New", [MANY]],
+        ["New", MANY, {str(number): number for number in MANY}],
+        {"type": "New", "nested": [[[MANY]]]},
+        {"nested": [{"a": MANY}], "type": "New"},
+        STORED | {"unknown": [MANY]},
+        STORED | {b"bytes": 1},
+        STORED | {"extra_keys": [[b"a", ["b", {b"c": 1}]]]},
+        [],
+        7,
+        {b"type": "New"},
+        {7: "New", "type": "New"},
+    ],
+)
+def test_an_event_means_the_same_in_pieces(event):
+    """One of an unknown kind is ignored alone, whatever it holds."""
+
+    def decoded():
+        try:
+            return repr(decode(msgpack.packb([1.0, [event, {"type": "AllBlocksCleared"}], 0])))
+        except ProtocolError:
+            return ProtocolError
+
+    whole = decoded()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unpacking, "WHOLE_BYTES", -1)
+        assert decoded() == whole
+
+
+def test_a_list_inside_a_fields_list_is_bounded_in_pieces_only():
+    def packed(values):
+        return msgpack.packb([1.0, [STORED | {"extra_keys": [list(range(values))]}], 0])
+
+    for values in (unpacking.NESTED_MAX, unpacking.NESTED_MAX + 1):
+        assert len(decode(packed(values)).events[0].extra_keys[0]) == values
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unpacking, "WHOLE_BYTES", -1)
+        assert len(decode(packed(unpacking.NESTED_MAX)).events[0].extra_keys[0]) == unpacking.NESTED_MAX
+        with pytest.raises(ProtocolError):
+            decode(packed(unpacking.NESTED_MAX + 1))
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+def test_the_events_of_a_batch_are_counted(pieces, monkeypatch):
+    monkeypatch.setattr(unpacking, "WHOLE_BYTES", -1 if pieces else 1 << 30)
+    most = [["AllBlocksCleared"]] * unpacking.EVENTS_MAX
+    assert len(decode(msgpack.packb([1.0, most, 0])).events) == unpacking.EVENTS_MAX
+    for batch in ([1.0, [*most, ["New"]], 0], {"ts": 1.0, "events": [*most, ["New"]]}):
+        with pytest.raises(ProtocolError, match="65537 events"):
+            decode(msgpack.packb(batch))
+
+
+def test_what_was_read_of_an_event_is_dropped_before_the_next_one_is_read(in_pieces):
+    """Full garbage collections look at all lists that are alive, and keep all other threads waiting."""
+    alive = []
+
+    def read(event):
+        gc.collect()
+        alive.append(sum(type(each) is list and each[:1] == ["Marked"] for each in gc.get_objects()))
+        return len(event)
+
+    packed = msgpack.packb([1.0, [["Marked", number] for number in range(5)], 0])
+    assert unpacking.unpack_batch(packed, read) == [1.0, [2] * 5, 0]
+    assert alive == [1] * 5
+
+
+def test_the_unpacker_in_python_reads_long_batches_too():
+    """msgpack falls back to it where its extension was not built, and it checks more limits."""
+    code = """
+import msgpack, numpy as np
+from kvpool.observe.events import BlockStored, EventBatch, decode, encode, unpacking
+assert msgpack.Unpacker.__module__ == "msgpack.fallback"
+stored = BlockStored(list(range(5000)), None, np.arange(80_000, dtype=np.int32), 16)
+packed = encode(EventBatch(1.0, [stored] * 2, 0))
+assert len(packed) > unpacking.WHOLE_BYTES
+assert [len(event.token_ids) for event in decode(packed).events] == [80_000] * 2
+"""
+    environment = os.environ | {"MSGPACK_PUREPYTHON": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)
 
 
 @given(st.binary(max_size=60) | VALUES.map(msgpack.packb).flatmap(lambda packed: st.just(packed + b"\x01")))

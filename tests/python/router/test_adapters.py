@@ -151,6 +151,27 @@ def test_the_field_of_sglang_names_an_adapter_unless_the_model_does():
     assert names.namespace("base", "s", "unknown") == names.namespace("base", "s", None) == "s"
 
 
+def test_the_field_of_sglang_counts_only_for_adapters_that_sglang_lists():
+    """vLLM ignores the field, and runs the model itself."""
+    names = AdapterNames()
+    names.add("by event")
+    names.add_listed("sql", behind=False)
+    assert {names.namespace("base", "s", name) for name in ("by event", "sql")} == {"s"}
+    names.add_listed("sql", behind=True)
+    assert names.namespace("base", "s", "sql") == adapter_namespace("sql", "s")
+
+
+def test_an_unknown_adapter_behind_the_model_counts_before_the_field_of_sglang():
+    names = AdapterNames()
+    names.add_model("base")
+    names.add_model("s3://base")
+    names.add_listed("sql", behind=True)
+    for model in ("base:unknown", "base: unknown ", "s3://base:unknown"):
+        assert names.namespace(model, "s", "sql") == "s"
+    for model in ("base", "s3://base", "base:", "base: "):
+        assert names.namespace(model, "s", "sql") == adapter_namespace("sql", "s")
+
+
 def test_a_models_name_may_have_colons():
     names = AdapterNames()
     names.add_model("s3://bucket:7/base")

@@ -59,12 +59,13 @@ class AdapterNames:
         Args:
             model: Of the request.
             salt: Likewise; "" for none.
-            lora_path: Likewise; what `model` says counts before it, as for SGLang.
+            lora_path: Likewise. As for SGLang, an adapter behind the model counts before it, known or not. It counts
+                only if SGLang lists the adapter: vLLM ignores the field.
         """
         with self._lock:
             named = None if model is None else self._adapter_in(model)
-            if named is None and lora_path in self._names:
-                named = lora_path
+            if named is None and lora_path in self._behind and lora_path in self._names:
+                named = lora_path if model is None or not self._behind_model(model) else None
         return adapter_namespace(named or "", salt)
 
     def _add(self, name: str) -> bool:
@@ -80,10 +81,16 @@ class AdapterNames:
         if model in self._names:
             only_behind = model in self._behind and model not in self._alone
             return None if only_behind else model
+        behind = self._behind_model(model)
+        return behind if behind in self._names else None
+
+    def _behind_model(self, model: str) -> str:
+        """What a request's model names behind a colon; "" for nothing."""
+        if model in self._models or model in self._names:
+            return ""
         whole = [at for at, letter in enumerate(model) if letter == ":" and model[:at] in self._models]
         behind = model[whole[-1] + 1 :] if whole else model.partition(":")[2]  # a model's name may have colons
-        behind = behind.strip()
-        return behind if behind in self._names else None
+        return behind.strip()
 
 
 def _remember(names: OrderedDict[str, None], name: str) -> None:

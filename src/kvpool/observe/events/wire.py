@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.errors import ProtocolError
-from kvpool.observe.events.unpacking import unpack
+from kvpool.observe.events.unpacking import unpack_batch
 
 try:
     import msgpack
@@ -118,20 +118,21 @@ def encode(batch: EventBatch, encoding: Encoding = "map") -> bytes:
 def decode(payload: bytes) -> EventBatch:
     """Decodes the bytes of a batch, in either encoding. Ignores events of unknown kinds.
 
-    Other threads run meanwhile, however long it is: a long one is read in pieces.
+    A batch of more than 128 KiB is read value by value, and other threads run in between. In such a batch a list or map
+    that stands in a field's list, or a map that is a field, has at most 4,096 values: a known event with a longer one
+    in a field that it needs is refused.
 
     Raises:
-        ProtocolError: They are no batch of events.
+        ProtocolError: They are no batch of events, or have more than 65,536 events.
     """
     try:
-        fields = _named(unpack(payload), _BATCH, tagged=False)
+        fields = _named(unpack_batch(payload, _read), _BATCH, tagged=False)
         ts, events, rank = (fields.get(name) for name in _BATCH)
         if not isinstance(ts, int | float) or not isinstance(events, list) or not _maybe(rank, int):
             raise ValueError("a batch is a time, a list of events, and a rank")
-        read = [_read(event) for event in events]
     except (ValueError, TypeError, KeyError, RecursionError, msgpack.UnpackException) as error:
         raise ProtocolError(f"no batch of KV events: {type(error).__name__}: {error}") from None
-    return EventBatch(float(ts), [event for event in read if event is not None], rank)
+    return EventBatch(float(ts), events, rank)
 
 
 def _packed(event: WireEvent, encoding: Encoding) -> Any:
