@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool import _core
-from kvpool.errors import Cancelled, Error, OutOfBlocks
+from kvpool.errors import Cancelled, DeadlineExceeded, Error, OutOfBlocks
 from kvpool.transfer.peer_match import ask_each
 from kvpool.types import Keys
 
@@ -78,10 +78,17 @@ class FetchControl:
         if cancelled:
             transfer.cancel()
 
-    def failed(self, peer: str, error: Exception) -> None:
-        """A peer sent nothing. If that may be because of `cancel`, it is not the peer's fault."""
+    def failed(self, peer: str, error: Exception, hurried: bool) -> None:
+        """A peer sent nothing. That is not its fault if `cancel` may be why, or if it was given too little time.
+
+        Args:
+            peer: Its name.
+            error: Why.
+            hurried: It had less time than it has for an answer, because the fetch was about to end.
+        """
         _log.info("blocks of %s were not fetched: %s", peer, error)
-        if self._failed is not None and not self._cancelled and not isinstance(error, Cancelled):
+        excused = self._cancelled or isinstance(error, Cancelled) or (hurried and isinstance(error, DeadlineExceeded))
+        if self._failed is not None and not excused:
             self._failed(peer, error)
 
 
@@ -123,21 +130,27 @@ def _fetch_part(
     ask_timeout: float,
     control: FetchControl,
 ) -> list[str]:
-    """Asks for as many keys as one question has, and fetches, in the seconds that are left. Returns who answered."""
+    """Asks for as many keys as one question has, and fetches, in the seconds that are left.
+
+    Returns:
+        The peers that answered.
+    """
     until = time.monotonic() + left
     ask = min(ask_timeout, left)
     matches = ask_each(lambda peer: pool._match_keys_at(peer, cache, keys, True, left, ask), peers, wait=False)
     try:
         control.asking(matches)
-        answered = _answers(matches, control)
-        _bring(pool, cache, keys, answered, until, control)
+        answered = _answers(matches, control, ask < ask_timeout)
+        _bring(pool, cache, keys, answered, until, ask_timeout, control)
         return [match.peer for match in answered]
     finally:
         for match in matches:
             match.close()
 
 
-def _answers(matches: Sequence[_core.PeerKeyMatch], control: FetchControl) -> list[_core.PeerKeyMatch]:
+def _answers(
+    matches: Sequence[_core.PeerKeyMatch], control: FetchControl, hurried: bool
+) -> list[_core.PeerKeyMatch]:
     """Waits for each; those that have an answer."""
     answered = []
     for match in matches:
@@ -145,7 +158,7 @@ def _answers(matches: Sequence[_core.PeerKeyMatch], control: FetchControl) -> li
         if failure is None:
             answered.append(match)
         else:
-            control.failed(match.peer, failure)
+            control.failed(match.peer, failure, hurried)
     return answered
 
 
@@ -156,6 +169,7 @@ class _Share:
     peer: str
     fill: _core.KeyedFill
     transfers: list[_core.Transfer] = field(default_factory=list)  # at most one
+    hurried: bool = False  # it had less time than a question has
 
 
 def _bring(
@@ -164,6 +178,7 @@ def _bring(
     keys: npt.NDArray[np.uint8],
     answered: Sequence[_core.PeerKeyMatch],
     until: float,
+    ask_timeout: float,
     control: FetchControl,
 ) -> None:
     """Fetches from all peers at once, each key from one of those that have it."""
@@ -179,7 +194,7 @@ def _bring(
                 except OutOfBlocks as error:  # the beginning of it may have room
                     full, size = error, size // 2
                     continue
-                _begin(pool, shares[-1], addrs[part], until, control)
+                _begin(pool, shares[-1], addrs[part], until, ask_timeout, control)
                 done += size
                 size = min(size, len(chosen) - done)
         for share in shares:
@@ -188,7 +203,7 @@ def _bring(
                 if failure is None:
                     share.fill.commit()
                 else:
-                    control.failed(share.peer, failure)
+                    control.failed(share.peer, failure, share.hurried)
     finally:
         _end(shares)
     if full is not None:
@@ -213,19 +228,27 @@ def _divided(
     return divided
 
 
-def _begin(pool: _core.Pool, share: _Share, addrs: npt.NDArray[np.uint64], until: float, control: FetchControl) -> None:
+def _begin(
+    pool: _core.Pool,
+    share: _Share,
+    addrs: npt.NDArray[np.uint64],
+    until: float,
+    ask_timeout: float,
+    control: FetchControl,
+) -> None:
     """Begins the fetch of what was not stored here meanwhile; leaves it out if it cannot begin."""
     positions = share.fill.positions
     if not len(positions):
         return
     left = max(until - time.monotonic(), _SECONDS_MIN)
+    share.hurried = left < ask_timeout
     fetch = functools.partial(pool.fetch, share.peer, to=share.fill.addrs, timeout=left)
     try:
         # One call of C: no signal's handler raises between the begin of the transfer and its entry in the list.
         share.transfers.extend(map(fetch, [addrs[positions]]))
         control.begun(share.transfers[0])
     except Error as error:
-        control.failed(share.peer, error)
+        control.failed(share.peer, error, share.hurried)
 
 
 def _end(shares: Iterable[_Share]) -> None:

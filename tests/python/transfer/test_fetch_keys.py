@@ -62,6 +62,7 @@ def test_many_keys_are_asked_for_in_parts(both: Two) -> None:
         assert np.flatnonzero(here.found).tolist() == [0, 1, 8194, 8195]
 
 
+PATIENCE_S = 60.0  # for what would hang otherwise
 MANY = [bytes(28) + at.to_bytes(4, "big") for at in range(3 * key_fetch.KEYS_MAX)]
 
 
@@ -104,8 +105,73 @@ def test_a_peer_that_does_not_answer_for_one_part_is_not_asked_for_the_next(
     assert [peer for peer, *_ in asked] == ["nobody"] + [both.to] * 3
 
 
+@pytest.mark.parametrize("ask_timeout", [0.05, 60.0])
+def test_a_peer_is_blamed_only_if_it_had_the_time_for_an_answer(
+    ask_timeout: float, both: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is stopped after the first part, and the second one has 50 s left, or what the test says is too little."""
+    now = [1000.0]
+
+    class Clock:
+        @staticmethod
+        def monotonic() -> float:
+            return now[0]
+
+    class Late:
+        """A question that nobody answers."""
+
+        def __init__(self, peer: str) -> None:
+            self.peer = peer
+
+        def exception(self) -> Exception:
+            return DeadlineExceeded("no answer")
+
+        def close(self) -> None:
+            pass
+
+    def bring(*arguments: Any) -> None:
+        now[0] += 50
+        monkeypatch.setattr(both.pair.a, "_match_keys_at", lambda peer, *_: Late(peer))
+
+    monkeypatch.setattr(key_fetch, "time", Clock)
+    monkeypatch.setattr(key_fetch, "_bring", lambda *more: bring() if now[0] == 1000.0 else None)
+    failed: list[str] = []
+    control = key_fetch.FetchControl(lambda peer, error: failed.append(peer))
+    key_fetch.fetch_keys(both.pair.a, both.cache, [both.to], MANY, 100.0, ask_timeout, control).close()
+    assert failed == ([both.to] if ask_timeout < 50 else [])
+
+
+@pytest.mark.parametrize("left", [1.0, 70.0])
+def test_a_peer_whose_blocks_come_too_late_is_blamed_only_if_it_had_time(
+    left: float, both: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+
+    class Clock:
+        @staticmethod
+        def monotonic() -> float:
+            return now[0]
+
+    def fetch(*_: Any, **__: Any) -> Any:
+        raise DeadlineExceeded("too late")
+
+    answers = key_fetch._answers
+
+    def answered(*arguments: Any) -> Any:
+        now[0] = 1100.0 - left
+        return answers(*arguments)
+
+    monkeypatch.setattr(key_fetch, "time", Clock)
+    monkeypatch.setattr(key_fetch, "_answers", answered)
+    monkeypatch.setattr(both.pair.a, "fetch", fetch)
+    failed: list[str] = []
+    control = key_fetch.FetchControl(lambda peer, error: failed.append(peer))
+    key_fetch.fetch_keys(both.pair.a, both.cache, [both.to], KEYS[:2], 100.0, 60.0, control).close()
+    assert failed == ([both.to] if left > 60 else [])
+
+
 def test_a_fetch_that_is_cancelled_asks_nobody_any_more(both: Two, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The peer is stopped, and has an hour to answer."""
+    """The peer is stopped, and has an hour to answer: the fetch ends because the question is closed."""
     asked = asked_of(monkeypatch, both.pair.a)
     failed: list[str] = []
     control = key_fetch.FetchControl(lambda peer, error: failed.append(peer))
@@ -116,9 +182,17 @@ def test_a_fetch_that_is_cancelled_asks_nobody_any_more(both: Two, monkeypatch: 
         threading.Thread(target=control.cancel).start()
 
     monkeypatch.setattr(control, "asking", cancelled)
+    pool, ended = both.pair.a, threading.Event()
+
+    def fetch() -> None:
+        key_fetch.fetch_keys(pool, both.cache, [both.to], MANY, 3600.0, 3600.0, control).close()
+        ended.set()
+
     child.kill(signal.SIGSTOP)
-    key_fetch.fetch_keys(both.pair.a, both.cache, [both.to], MANY, 3600.0, 3600.0, control).close()
+    threading.Thread(target=fetch, daemon=True).start()
+    in_time = ended.wait(PATIENCE_S)
     child.kill(signal.SIGCONT)
+    assert in_time, "the fetch still waits for the answer"
     assert (len(asked), failed) == (1, [])  # it is not the peer's fault
     both.there(LET_GO)
 
@@ -210,6 +284,7 @@ def test_ctrl_c_leaves_neither_blocks_nor_holds(monkeypatch: pytest.MonkeyPatch)
         children = {both.to: victim, pair.a.peers.connect(address): other}
         begin, ending = pair.a.fetch, end_of_fetch(monkeypatch)
         begun: list[kvpool.Transfer] = []
+        waits: list[bool] = []
 
         def has_begun(_: object, transfer: kvpool.Transfer) -> None:
             begun.append(transfer)
@@ -221,7 +296,7 @@ def test_ctrl_c_leaves_neither_blocks_nor_holds(monkeypatch: pytest.MonkeyPatch)
             return begin(peer, *arguments, **more)
 
         def interrupt_again_then_continue() -> None:
-            ending.wait()
+            waits.append(ending.wait(PATIENCE_S))
             _thread.interrupt_main()
             for child in children.values():
                 child.kill(signal.SIGCONT)
@@ -234,6 +309,7 @@ def test_ctrl_c_leaves_neither_blocks_nor_holds(monkeypatch: pytest.MonkeyPatch)
             both.peers.fetch_keys(list(children), both.cache, KEYS[:8], timeout=120)
         thread.join()
         del raised
+        assert waits == [True], "the fetch did not wait for its transfers"
         assert [transfer.done() for transfer in begun] == [True, True]
         assert pair.a.audit().dram.active == len(both.cache) == 0
         for child in children.values():

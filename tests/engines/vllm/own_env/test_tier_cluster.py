@@ -163,7 +163,9 @@ def test_a_block_that_cannot_be_loaded_or_dropped_is_a_miss(
         assert a.tier.lookup(key(0), a.request()) is LookupResult.MISS
 
 
-def test_who_drains_waits_for_no_fetch(engines: tuple[Offloading, Offloading], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drain_cancels_fetches_and_does_not_wait_for_them(
+    engines: tuple[Offloading, Offloading], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """vLLM's scheduler waits meanwhile. The next load fetches again."""
     a, b = engines
     a.store(keys(0, 2))
@@ -174,7 +176,7 @@ def test_who_drains_waits_for_no_fetch(engines: tuple[Offloading, Offloading], m
 
     def fetch(*_: Any, **__: Any) -> Any:
         begun.set()
-        cancelled.wait(20)
+        cancelled.wait(60)
         raise kvpool.PeerLost("the test says so")
 
     def noted(control: FetchControl) -> None:
@@ -185,7 +187,7 @@ def test_who_drains_waits_for_no_fetch(engines: tuple[Offloading, Offloading], m
         patch.setattr(b.tier._store.pool, "fetch", fetch)
         patch.setattr(FetchControl, "cancel", noted)
         b.tier.submit_load(TransferJob(7, keys(0, 2), np.array([0, 1], np.int32), True, context))
-        begun.wait()
+        assert begun.wait(20), "no fetch was begun"
         b.tier.drain_jobs()
     assert cancelled.is_set()
     (told,) = b.tier.get_finished_jobs()
