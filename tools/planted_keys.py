@@ -35,4 +35,28 @@ KEY_BUGS: Final = (
         ("python/transfer/test_fetch_keys.py",),
         build="python",
     ),
+    Bug(
+        "each-part-has-the-whole-timeout",
+        "transfer",
+        "a fetch of many keys takes its timeout once for each 8,192 of them",
+        in_python("transfer/key_fetch.py", "left = until - time.monotonic() if first else timeout", "left = timeout"),
+        ("python/transfer/test_fetch_keys.py",),
+        build="python",
+    ),
+    Bug(
+        "blamed-for-the-end-of-a-fetch",
+        "transfer",
+        "a peer that was asked a millisecond before the end of a fetch is not asked for seconds",
+        in_python("transfer/key_fetch.py", "(hurried and isinstance(error, DeadlineExceeded))", "False"),
+        ("python/transfer/test_fetch_keys.py",),
+        build="python",
+    ),
+    Bug(
+        "drain-waits-for-fetches",
+        "engines",
+        "an engine that drains its jobs waits until members have sent what it no longer needs",
+        in_python("engines/keyed_members.py", "            fetch.cancel()\n", "            pass\n"),
+        ("python/engines/test_keyed_members.py",),
+        build="python",
+    ),
 )

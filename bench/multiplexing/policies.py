@@ -30,10 +30,8 @@ _PROMPT, _OUTPUT = 161, 338
 _EXPONENT = 0.9
 _TOKENS, _UNITS = 16, 32  # of a block: a unit is 16 KiB, and a token of a model of 7B in half precision 32 of them
 _WARM_UP = 200  # steps
-_STEADY, _PRESSURE = (
-    1.1,
-    1.0,
-)  # the memory, as a multiple of what requests hold at first: prompts wait, decode does, too
+_STEADY = 1.1  # the memory, as a multiple of what requests hold at first: prompts wait for memory
+_PRESSURE = 1.0  # likewise: decode waits for memory, too
 
 
 class Subject:
@@ -152,7 +150,7 @@ class Engine:
         return took
 
     def seen(self) -> dict[str, float]:
-        """What the steps met: a state that is not what it is called would show here."""
+        """Measures of the states that the steps met, which show whether each state is as its name says."""
         return {
             "free_percent": 100 * self._free() / self._capacity,
             "lacking_percent": 100 * self._lacking / self._steps,

@@ -61,8 +61,8 @@ PYTHON_FLOORS: dict[str, set[str]] = {
     "control": {"errors", "types", "config", "waiting", "_core", "alloc", "index", "transfer", "cluster", "pool"}
     | {"policy", "observe"},
     # A folder an engine, which alone knows it.
-    "engines": {"errors", "types", "_core", "alloc", "index", "transfer", "cluster", "pool", "ranks", "control"}
-    | {"observe"},
+    "engines": {"errors", "types", "config", "_core", "alloc", "index", "transfer", "cluster", "peers", "pool", "ranks"}
+    | {"control", "observe"},
     "sim": {"errors", "types", "index", "policy"},
     "cli": {"_core", "alloc", "cluster", "config", "control", "errors", "index", "policy", "pool", "sim", "transfer"}
     | {"types"},

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from re import fullmatch
 from typing import Any, Final
 
-from kvpool.cluster.listen_addresses import check_can_be_called
+from kvpool.config import load
 from kvpool.errors import ArgumentError, ArgumentTypeError
+from kvpool.peers.addresses import check_member_listens, listen_addresses
 
 __all__ = ["GIB", "check_amount", "check_cluster", "check_known", "check_memory", "how_many"]
 
@@ -78,8 +78,8 @@ def check_cluster(where: str, given: Mapping[str, Any], of_members: Collection[s
         of_members: The options that only a member of a cluster needs.
 
     Raises:
-        ArgumentError: One of them stands there without ``cluster``; or an option of the cluster is unknown; or an
-            address has no known form, or is one that others cannot call.
+        ArgumentError: One of them stands there without ``cluster``; or an option of the cluster is unknown; or a
+            member cannot listen at an address, or others cannot connect to it.
         ArgumentTypeError: One has the wrong type.
     """
     for name in ("name", "cluster"):
@@ -99,20 +99,16 @@ def check_cluster(where: str, given: Mapping[str, Any], of_members: Collection[s
     if alone and not given.get("cluster"):
         verb = "is" if len(alone) == 1 else "are"
         raise ArgumentError(f"{where}: {', '.join(alone)} {verb} for a member of a cluster: give cluster, too")
-    _check_listen(where, given.get("listen"))
+    _check_listen(where, given.get("cluster"), given.get("listen"))
 
 
-def _check_listen(where: str, listen: Any) -> None:
-    """As `Pool.attach` would, which comes later and perhaps in another process."""
-    addresses = [listen] if isinstance(listen, str) else [] if listen is None else listen
-    if not isinstance(addresses, list | tuple) or not all(isinstance(each, str) for each in addresses):
-        raise ArgumentTypeError(f"{where}: listen must be an address or a list of addresses, not {listen!r}")
-    if listen is not None and not addresses:
-        raise ArgumentError(f"{where}: listen is empty: a member needs at least one address")
-    for each in addresses:
-        if not fullmatch(r"unix:[/@].+|tcp:.+:[0-9]{1,5}", each):
-            raise ArgumentError(
-                f"{where}: listen has {each!r}, which is no address: give unix:/path, unix:@name or tcp:HOST:PORT",
-                address=each,
-            )
-        check_can_be_called(each)
+def _check_listen(where: str, cluster: str | None, listen: Any) -> None:
+    """The checks of `Pool.attach`, which comes later and perhaps in another process, with the same settings."""
+    if listen is None:
+        return
+    has_secret = (cluster or "").startswith("local:") or bool(load().secret)
+    try:
+        for address in listen_addresses(listen):
+            check_member_listens(address, has_secret)
+    except (ArgumentError, ArgumentTypeError) as error:
+        raise type(error)(f"{where}: {error}", **error.fields) from None

@@ -36,7 +36,7 @@ ASK_SECONDS: Final = 0.05
 """In which a member must answer a look-up."""
 
 _TURN_SECONDS: Final = 10.0  # for which the same members are asked
-_FOUND_SECONDS: Final = 10.0  # after a look-up, for which loads ask who had something, though others have the turn
+_FOUND_SECONDS: Final = 10.0  # for which loads ask a member at which a look-up found blocks, even out of its turn
 _SILENT_SECONDS: Final = 2.0  # for which a member is not asked that was lost, was too slow, or has no such cache now
 _OTHER_SECONDS: Final = 60.0  # and one whose blocks are others, or that is too old
 

@@ -11,9 +11,8 @@ from typing import Any
 
 from kvpool.cluster import Cluster, Role
 from kvpool.cluster.event_endpoints import check_event_endpoint
-from kvpool.cluster.listen_addresses import check_can_be_called
 from kvpool.errors import ArgumentError, ArgumentTypeError, Error, StateError
-from kvpool.peers.addresses import check_listen
+from kvpool.peers.addresses import check_member_listens, listen_addresses
 from kvpool.peers.attachment import Attachment, load_of
 from kvpool.peers.service import NetworkedPool
 from kvpool.transfer.gpu_routes import tell_unused
@@ -54,10 +53,7 @@ def attach(
         own, name=pool._own_name if name is None else name, secret=cluster.secret or own.secret
     )
     for address in addresses:
-        if address.startswith("tcp:") and not wanted.secret:
-            raise ArgumentError(f"listen: {address} needs a secret: give every member's pool the same setting secret")
-        check_listen(address, bool(wanted.secret))
-        check_can_be_called(address)
+        check_member_listens(address, bool(wanted.secret))
     with _service(pool, wanted):
         endpoints = [pool._listen(address) for address in addresses]
         stats = pool._stats()
@@ -117,12 +113,7 @@ def _addresses(cluster: Cluster, listen: object) -> list[str]:
     if listen is None:
         local = cluster._url.kind == "local"
         return [f"unix:@kvpool-{secrets.token_hex(16)}" if local else "tcp:127.0.0.1:0"]
-    given = [listen] if isinstance(listen, str) else listen
-    if not isinstance(given, Sequence) or not all(isinstance(one, str) for one in given):
-        raise ArgumentTypeError(f"listen must be an address or a sequence of addresses, not {listen!r}")
-    if not given:
-        raise ArgumentError("listen is empty: a member needs at least one address")
-    return list(given)
+    return listen_addresses(listen)
 
 
 def _layout_json(layout: KVLayout | RawLayout) -> dict[str, Any]:

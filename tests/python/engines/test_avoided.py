@@ -1,4 +1,4 @@
-"""Members that have failed are left out for a while, each for its own."""
+"""Members that have failed are left out for a while, whose length depends on the failure."""
 
 from __future__ import annotations
 

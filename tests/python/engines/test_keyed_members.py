@@ -85,7 +85,7 @@ def test_for_a_while_the_same_members_are_asked_and_then_others(pool: kvpool.Poo
     assert seen == set(names)  # each one has its turn
 
 
-def test_a_load_asks_who_had_it_when_it_was_looked_up_though_others_have_the_turn(
+def test_a_load_asks_the_member_at_which_a_look_up_found_the_blocks_even_out_of_its_turn(
     pool: kvpool.Pool, owner: kvpool.KeyedCache
 ) -> None:
     now = 1000.0

@@ -33,12 +33,19 @@ def test_options_have_defaults_and_a_size():
         ({"cluster": 3}, kvpool.ArgumentTypeError, "cluster must be a text"),
         ({"by_layer": True}, kvpool.ArgumentError, "by_layer is for a member of a cluster"),
         ({"cluster": "", "listen": "tcp:127.0.0.1:0"}, kvpool.ArgumentError, "listen is for a member"),
-        ({"cluster": "local://a", "listen": 7000}, kvpool.ArgumentTypeError, "listen must be an address or a list"),
+        ({"cluster": "local://a", "listen": 7000}, kvpool.ArgumentTypeError, "listen must be an address or a sequence"),
         ({"cluster": "local://a", "listen": ["tcp:h:1", 2]}, kvpool.ArgumentTypeError, "listen must be an address"),
         ({"cluster": "local://a", "listen": []}, kvpool.ArgumentError, "listen is empty"),
-        ({"cluster": "local://a", "listen": "10.0.0.1:7000"}, kvpool.ArgumentError, "'10.0.0.1:7000'.*no address"),
+        ({"cluster": "local://a", "listen": "10.0.0.1:7000"}, kvpool.ArgumentError, '"10.0.0.1:7000" is no address'),
         ({"cluster": "local://a", "listen": "tcp:10.0.0.1"}, kvpool.ArgumentError, "no address"),
         ({"cluster": "local://a", "listen": ["unix:@a", "tcp:0.0.0.0:7000"]}, kvpool.ArgumentError, "wildcard"),
+        ({"cluster": "local://a", "listen": "tcp:10.0.0.1:99999"}, kvpool.ArgumentError, "port"),
+        ({"cluster": "local://a", "listen": "tcp:a:b:5"}, kvpool.ArgumentError, "brackets"),
+        ({"cluster": "local://a", "listen": "tcp:ho st:1"}, kvpool.ArgumentError, "blanks"),
+        ({"cluster": "local://a", "listen": "unix:@" + 200 * "a"}, kvpool.ArgumentError, "107 bytes"),
+        ({"cluster": "local://a", "listen": "tcp://h:1"}, kvpool.ArgumentError, "without slashes"),
+        ({"cluster": "etcd://h:1/kv", "listen": "tcp:10.0.0.1:7000"}, kvpool.ArgumentError, "needs a secret"),
+        ({"cluster": "local://a", "listen": "tcp:0:7000"}, kvpool.ArgumentError, "wildcard"),
         ({"cluster": "local://a", "by_layer": "yes"}, kvpool.ArgumentTypeError, "by_layer must be true or false"),
         ({"pull": True}, kvpool.ArgumentError, "pull is for a member of a cluster"),
         ({"cluster": "local://a", "pull": 1}, kvpool.ArgumentTypeError, "pull must be true or false"),
@@ -56,6 +63,13 @@ def test_a_wrong_option_is_refused(extra, error, words):
 def test_memory_for_less_than_a_block_is_refused():
     with pytest.raises(kvpool.ArgumentError, match="2147483648 bytes"):
         Options.parse({"dram_gib": 1}).blocks(2 * GIB)
+
+
+def test_a_member_may_listen_where_attach_would(monkeypatch):
+    assert Options.parse({"cluster": "local://a", "listen": "unix:@a\n"}).listen == "unix:@a\n"
+    monkeypatch.setenv("KVPOOL_SECRET", "s3cret")  # of the pool that attaches
+    for listen in ("tcp:10.0.0.1:7000", ["tcp:[fd00::1]:0", "tcp:host.example:65535"]):
+        assert Options.parse({"cluster": "etcd://h:1/kv", "listen": listen}).listen == listen
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ class Following:
 
         False for a failure, too, which may pass (no file or thread is left, or another instance has the endpoint): call
         it again after a while. One whose thread has failed is forgotten and followed anew. Without the packages for
-        events, which members of a cluster may publish unasked, nobody is followed.
+        events, which members of a cluster may publish unasked, no instance is followed.
         """
         spec, name = self._where(instance), instance.name
         if spec is None or self._unable:
