@@ -18,6 +18,7 @@ import kvpool
 from kvpool.engines.avoided import Avoided
 from kvpool.engines.keyed_members import ASKED_MAX, KeyedMembers
 from kvpool.engines.vllm.tier_members import Elsewhere, TierMembers
+from kvpool.transfer.key_fetch import FetchControl
 
 KEYS = [hashlib.sha256(str(i).encode()).digest() for i in range(8)]
 SETTINGS = local_settings(NEAR)
@@ -217,7 +218,7 @@ def test_a_fetch_that_fails_leaves_the_member_out(pool: kvpool.Pool, owner: kvpo
     pool.fetch = begin  # type: ignore[method-assign]
 
 
-def test_who_ends_waits_for_no_member(pool: kvpool.Pool) -> None:
+def test_an_engine_that_ends_waits_for_no_member(pool: kvpool.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fetch from a stopped member is cancelled, and the next one does not begin. That is not the member's fault."""
     child = Child()
     address = child(
@@ -229,25 +230,30 @@ def test_who_ends_waits_for_no_member(pool: kvpool.Pool) -> None:
     members = made(pool, "stopped")
     assert members.find(KEYS[:2]).all()
     begin, begun, goes_on = pool.fetch, threading.Event(), threading.Event()
+    note = FetchControl.begun
 
     def fetch(*arguments: Any, **more: Any) -> Any:
         child.kill(signal.SIGSTOP)
-        transfer = begin(*arguments, **more)
+        return begin(*arguments, **more)
+
+    def noted(control: FetchControl, transfer: kvpool.Transfer) -> None:
+        note(control, transfer)
         begun.set()
-        return transfer
 
     def hurried() -> None:
         with members.hurry():
-            goes_on.wait()
+            child.kill(signal.SIGCONT)  # what was not cancelled comes now
+            goes_on.wait(60)
 
     pool.fetch = fetch  # type: ignore[method-assign]
-    thread = threading.Thread(target=lambda: begun.wait() and hurried())
+    monkeypatch.setattr(FetchControl, "begun", noted)
+    thread = threading.Thread(target=lambda: begun.wait(60) and hurried(), daemon=True)
     thread.start()
     cancelled: list[kvpool.Error] = []
     members._avoid = lambda name, error: cancelled.append(error)  # type: ignore[method-assign]
-    threading.Timer(0.3, child.kill, [signal.SIGCONT]).start()
     members._fetch_seconds = 120.0
-    members.bring(KEYS[:2]).close()
+    with members.bring(KEYS[:2]) as here:
+        assert here.first == 0
     assert not cancelled
     assert members.asked() == ["stopped"]
     begun.clear()
