@@ -148,9 +148,7 @@ def _fetch_part(
             match.close()
 
 
-def _answers(
-    matches: Sequence[_core.PeerKeyMatch], control: FetchControl, hurried: bool
-) -> list[_core.PeerKeyMatch]:
+def _answers(matches: Sequence[_core.PeerKeyMatch], control: FetchControl, hurried: bool) -> list[_core.PeerKeyMatch]:
     """Waits for each; those that have an answer."""
     answered = []
     for match in matches:

@@ -18,7 +18,15 @@ def test_a_wildcard_is_refused_in_every_form(host: str) -> None:
 
 @pytest.mark.parametrize(
     "address",
-    ["tcp:10.0.0.1:5", "tcp:1:5", "tcp:host0:5", "tcp:[::1]:5", "tcp:[::ffff:10.0.0.1]:5", "tcp:[fe80::1%lo]:5", "unix:/0"],
+    [
+        "tcp:10.0.0.1:5",
+        "tcp:1:5",
+        "tcp:host0:5",
+        "tcp:[::1]:5",
+        "tcp:[::ffff:10.0.0.1]:5",
+        "tcp:[fe80::1%lo]:5",
+        "unix:/0",
+    ],
 )
 def test_an_address_of_one_interface_is_not(address: str) -> None:
     check_can_be_called(address)

@@ -128,7 +128,7 @@ def _from_neighbours(tier: Tier, model: str, missing: int, evicted: dict[str, in
     names: list[str] = []
     excess: list[int] = []
     givable: list[int] = []
-    for name in sorted(tier.rules):  # sorted, so that the order of the dict does not decide which model gives the odd unit
+    for name in sorted(tier.rules):  # so that the order of the dict does not decide which gives the odd unit
         rule, use = tier.rules[name], tier.uses[name]
         beyond = use.active + use.historical - evicted.get(name, 0) - tier.quota(name)
         floor = rule.reserve if within else max(rule.reserve, tier.quota(name))
