@@ -70,6 +70,18 @@ ROUTING_BUGS: Final[tuple[Bug, ...]] = (
         build="python",
     ),
     Bug(
+        "late-answers-of-the-one-before",
+        "policy",
+        "an instance that came back empty counts as holding what the one before it was asked for",
+        in_python(
+            "policy/routing/scheduler.py",
+            "return None if known is None or known.incarnation != incarnation else known",
+            "return known",
+        ),
+        ("python/policy/test_routing_trees.py",),
+        build="python",
+    ),
+    Bug(
         "rank-unnamed",
         "control",
         "a prompt is routed to the rank that has it cached, and the server gives it to another one",

@@ -31,7 +31,7 @@ def listen_addresses(listen: object) -> list[str]:
     """The addresses that a member is to listen at: of one, or a sequence of them. They are not checked.
 
     Raises:
-        ArgumentError: There are none.
+        ArgumentError: The sequence is empty.
         ArgumentTypeError: They are no texts.
     """
     given = [listen] if isinstance(listen, str) else listen
