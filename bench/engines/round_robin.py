@@ -9,12 +9,13 @@ import itertools
 import sys
 from collections.abc import AsyncIterator, Sequence
 
-import httpx2 as httpx
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
+
+from bench.engines.http_client import httpx
 
 
 def app(urls: Sequence[str]) -> Starlette:

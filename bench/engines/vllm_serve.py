@@ -17,8 +17,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import median
 
-import httpx2 as httpx
-
+from bench.engines.http_client import httpx
 from bench.engines.vllm_servers import BLOCK, MODEL, PYTHON, ROOT, Server, environment, free_port, router
 
 # The command `vllm` wants a package of that name, and the one for CPUs has another: so without the command.

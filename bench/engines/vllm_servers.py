@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean, median, quantiles
 from typing import Any
 
-import httpx2 as httpx
+from bench.engines.http_client import httpx
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = Path(os.environ.get("KVPOOL_VLLM_PYTHON") or ROOT / ".venv-vllm" / "bin" / "python")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-httpx = pytest.importorskip("httpx2")
+pytest.importorskip("httpx2" if sys.version_info >= (3, 11) else "httpx")
 
-from bench.engines import vllm_serve  # noqa: E402
+from bench.engines import vllm_serve
 
 
 def test_ways_take_turns_at_being_first_and_each_run_has_prompts_of_another_seed(monkeypatch):

@@ -80,6 +80,17 @@ def test_labels_that_select_are_those_of_the_metric(exposed):
     assert [(name, label) for name, label in selected if label not in exposed[name]] == []
 
 
+def test_no_metric_has_a_label_that_prometheus_keeps_for_itself(exposed):
+    """It would rename ours to exported_instance, and every query that names it would group by the scraped address."""
+    declared = {
+        collector._name: set(collector._labelnames)  # a metric without a sample shows no labels
+        for collector in Metrics().registry._collector_to_names
+        if hasattr(collector, "_labelnames")
+    }
+    assert sum(map(bool, declared.values())) >= 10
+    assert {name for name, labels in [*exposed.items(), *declared.items()] if labels & {"instance", "job"}} == set()
+
+
 def test_the_dashboard_has_no_panel_twice_and_they_do_not_overlap():
     ids = [panel["id"] for panel in DASHBOARD["panels"]]
     assert len(ids) == len(set(ids))

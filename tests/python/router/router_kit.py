@@ -17,12 +17,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx2 as httpx
 import uvicorn
 from router.fake import FakeInstance, config
 
 from kvpool.cluster import Role
 from kvpool.control.router import HealthSettings, InstanceSpec, Router, RouterSettings, admin_app, public_app
+
+if sys.version_info >= (3, 11):
+    import httpx2 as httpx
+else:  # httpx2, which goes on with it, does not run there
+    import httpx
 
 ADMIN_KEY = "the-operators"
 PATIENCE_S = 60.0  # of a busy machine; no test is meant to need it

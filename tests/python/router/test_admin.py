@@ -19,7 +19,7 @@ def test_a_drained_instance_finishes_its_requests_and_gets_no_new_ones():
             text = response.read().decode()
         assert text.endswith("data: [DONE]\n\n")
         assert running.states()[home]["draining"]
-        assert running.metric("instance_draining", instance=home) == 1
+        assert running.metric("instance_draining", engine=home) == 1
         assert running.admin.post(f"/instances/{home}/resume").json()["draining"] is False
         eventually(lambda: running.where("x" * 200) == home)
 
@@ -39,7 +39,7 @@ def test_an_instance_is_removed_and_added():
         assert "url" not in shown[0]  # addresses are the operator's
         assert shown[1]["url"] == two[1].spec.url
         assert running.where("x") == "b"
-        assert running.metric("instance_up", instance="a") == 0
+        assert running.metric("instance_up", engine="a") == 0
         added = running.admin.post("/instances", json={"url": two[0].spec.url})
         name = added.json()["name"]
         assert two[0].spec.url.endswith(name)

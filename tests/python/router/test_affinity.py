@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
-import httpx2 as httpx
 import pytest
-from router.router_kit import PATIENCE_S, eventually, fakes, routing
+from router.router_kit import PATIENCE_S, eventually, fakes, httpx, routing
 
 DOCUMENT = "A long document that many questions are asked about. " * 40
 

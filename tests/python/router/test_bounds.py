@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import httpx2 as httpx
 import pytest
 import uvicorn
-from router.router_kit import PATIENCE_S, _Thread, eventually, fakes, routing
+from router.router_kit import PATIENCE_S, _Thread, eventually, fakes, httpx, routing
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse

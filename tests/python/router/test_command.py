@@ -16,9 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx2 as httpx
 import pytest
-from router.router_kit import PATIENCE_S, events, eventually, fakes
+from router.router_kit import PATIENCE_S, events, eventually, fakes, httpx
 
 from kvpool import cli
 from kvpool.cli.options_file import Options

@@ -24,7 +24,7 @@ def test_blocks_of_an_instance_are_bounded_and_the_dropped_ones_are_counted():
             publisher.store([8] * 12 * BLOCK)
             eventually(lambda: running.states()["a"]["events"]["dropped"] == 8)
             assert running.states()["a"]["cached_blocks"] == 16
-            eventually(lambda: running.metric("events_blocks_dropped_total", instance="a") == 8)
+            eventually(lambda: running.metric("events_blocks_dropped_total", engine="a") == 8)
             running.complete([8] * 12 * BLOCK)
             assert running.metric("prompt_tokens_cached_total") == 12 * BLOCK  # the newer one is there
         told = [each for each in records if each.getMessage() == "events ignored" and each.levelno == logging.WARNING]
@@ -44,8 +44,8 @@ def test_a_publisher_that_vanishes_is_forgotten_though_its_instance_is_well(monk
             publisher.__exit__()
             eventually(lambda: running.states()["b"]["cached_blocks"] == 0)
             assert running.state("b") == "healthy"
-            assert running.metric("events_synced", instance="b") == 0
-            eventually(lambda: running.metric("events_forgotten_total", instance="b") == 1)
+            assert running.metric("events_synced", engine="b") == 0
+            eventually(lambda: running.metric("events_forgotten_total", engine="b") == 1)
             before = running.metric("prompt_tokens_cached_total")
             running.complete(prompt)
             assert running.metric("prompt_tokens_cached_total") == before

@@ -8,7 +8,6 @@ import signal
 from dataclasses import replace
 from itertools import pairwise
 
-import httpx2 as httpx
 import pytest
 from router.router_kit import (
     PATIENCE_S,
@@ -17,6 +16,7 @@ from router.router_kit import (
     events,
     eventually,
     fakes,
+    httpx,
     logged,
     processes,
     routing,
@@ -36,7 +36,7 @@ def test_an_instance_that_dies_before_the_first_byte_costs_the_client_nothing():
             response = asked.result(PATIENCE_S)
         assert response.status_code == 200
         assert response.headers["x-kvpool-instance"] == "a"
-        assert running.metric("retries_total", instance="p") == 1
+        assert running.metric("retries_total", engine="p") == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -64,7 +64,7 @@ def test_an_instance_that_is_killed_in_a_stream_ends_it_with_an_error_event():
         assert got[-1]["error"]["code"] == "upstream_failed"
         assert got[-1]["error"]["message"]
         assert all("error" not in event for event in got[:-1])
-        eventually(lambda: running.metric("streams_broken_total", instance="p") == 1)
+        eventually(lambda: running.metric("streams_broken_total", engine="p") == 1)
 
 
 def test_half_an_event_is_not_passed_on():
@@ -79,7 +79,7 @@ def test_a_stream_that_breaks_after_its_end_is_whole():
         got = events(running.complete("x", stream=True, pieces=2, die="done").text)
         assert len(got) == 3
         assert got[-1] == "[DONE]"
-        assert running.metric("streams_broken_total", instance="a") == 0
+        assert running.metric("streams_broken_total", engine="a") == 0
 
 
 def test_a_body_that_breaks_off_is_not_taken_for_a_whole_one():
@@ -139,8 +139,8 @@ def test_a_sick_instance_gets_no_requests_and_comes_back():
         two[0].well = False
         eventually(lambda: running.state("a") == "out")
         assert {running.where(f"{number} " * 30) for number in range(10)} == {"b"}
-        assert running.metric("ejections_total", instance="a") == 1
-        assert running.metric("instance_up", instance="a") == 0
+        assert running.metric("ejections_total", engine="a") == 1
+        assert running.metric("instance_up", engine="a") == 0
         two[0].well = True
         eventually(lambda: running.state("a") == "healthy")
         eventually(lambda: running.where(f"{os.urandom(8).hex()} " * 30) == "a")
@@ -187,7 +187,7 @@ def test_requests_alone_eject_an_unreachable_instance_and_bring_it_back():
     ):
         for _ in range(4):
             assert running.complete("x").status_code == 200
-        assert running.metric("ejections_total", instance="gone") >= 1
+        assert running.metric("ejections_total", engine="gone") >= 1
         with fakes("gone", port=port):
             eventually(lambda: running.complete("x").status_code == 200 and running.state("gone") == "healthy")
         assert running.state("a") == "healthy"

@@ -173,7 +173,7 @@ def test_an_ejected_instance_is_forgotten_and_learnt_again_when_it_returns():
         two[1].well = False
         eventually(lambda: running.state("b") == "out")
         assert running.states()["b"]["events"] is None
-        assert [running.metric("events_synced", instance=name) for name in "ab"] == [1, 0]
+        assert [running.metric("events_synced", engine=name) for name in "ab"] == [1, 0]
         assert ask(running, fields)[0] == "a"
         cached["a"].store(tokens_of(chat("Something else. " * 3))["tokens"])  # the others are followed on
         eventually(lambda: blocks(running, "a") > 1)

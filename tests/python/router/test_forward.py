@@ -8,9 +8,8 @@ import json
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx2 as httpx
 import pytest
-from router.router_kit import PATIENCE_S, Running, events, eventually, fakes, logged, routing, unheard
+from router.router_kit import PATIENCE_S, Running, events, eventually, fakes, httpx, logged, routing, unheard
 
 from kvpool.control.router import InstanceSpec
 from kvpool.control.router.body import HeldBody
@@ -206,7 +205,7 @@ def test_a_client_that_leaves_a_stream_ends_it_at_the_instance():
         with running.client.stream("POST", "/v1/completions", json=fields) as response:
             next(response.iter_bytes())
         eventually(lambda: one[0].abandoned == 1, "the instance went on")
-        eventually(lambda: running.metric("clients_gone_total", instance="a") == 1)
+        eventually(lambda: running.metric("clients_gone_total", engine="a") == 1)
 
 
 def test_a_client_that_leaves_before_the_first_byte_ends_its_request_at_the_instance():
@@ -271,8 +270,8 @@ def test_the_metrics_show_the_decisions_and_how_long_they_took(pair):
     assert pair.metric("decision_seconds_sum") > 0
     assert pair.metric("prompt_tokens_total") == before["prompt_tokens_total"] + 2 * -(-len(prompt) // 4)
     assert pair.metric("prompt_tokens_cached_total") > cached
-    assert sum(pair.metric("requests_total", code="200", instance=name) for name in "ab") >= 2
-    assert pair.metric("instance_up", instance="a") == 1
+    assert sum(pair.metric("requests_total", code="200", engine=name) for name in "ab") >= 2
+    assert pair.metric("instance_up", engine="a") == 1
 
 
 def test_the_log_has_a_line_for_each_request_and_no_prompt():

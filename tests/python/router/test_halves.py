@@ -6,9 +6,8 @@ import gc
 import json
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx2 as httpx
 import pytest
-from router.router_kit import asked_of, events, eventually, fakes, logged, routing, unheard
+from router.router_kit import asked_of, events, eventually, fakes, httpx, logged, routing, unheard
 
 from kvpool.control.reading.halves import divisible, for_decode, for_prefill, params_of, without_params
 from kvpool.control.router import InstanceSpec, RouterSettings

@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx2 as httpx
 import pytest
-from router.router_kit import PATIENCE_S, Running, eventually, fakes, processes, routing, unheard
+from router.router_kit import PATIENCE_S, Running, eventually, fakes, httpx, processes, routing, unheard
 from router.test_command import listening
 
 from kvpool.control.router import HealthSettings, InstanceSpec, RouterSettings
@@ -79,7 +78,7 @@ def test_a_stream_is_tried_elsewhere_as_long_as_nothing_of_it_was_sent():
             response = running.client.post("/v1/completions", content=LARGE)
             assert response.status_code == 200
             assert one[0].seen[-1][2] == LARGE
-            assert running.metric("retries_total", instance="a") == 1
+            assert running.metric("retries_total", engine="a") == 1
 
 
 def test_a_stream_whose_instance_dies_is_not_sent_twice():
@@ -231,7 +230,7 @@ def test_probes_go_on_while_the_router_is_busy(monkeypatch):
             patch.setattr(Prober, "probe", probed)
             eventually(lambda: stood)
         assert running.complete("x").status_code == 200
-        assert running.metric("ejections_total", instance="a") == 0
+        assert running.metric("ejections_total", engine="a") == 0
 
 
 STREAMED = b'{"prompt": [' + b"{}," * (5 << 20) + b"1]}"  # 15 MiB

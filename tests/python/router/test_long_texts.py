@@ -27,7 +27,7 @@ def test_a_long_text_goes_where_it_is_cached(monkeypatch):
         with followed(two, cached) as running:
             whole = cached["b"].store(tokens_of(fields)["tokens"])
             eventually(lambda: running.states()["b"]["cached_blocks"] * BLOCK == whole)
-            eventually(lambda: running.metric("events_synced", instance="b"))
+            eventually(lambda: running.metric("events_synced", engine="b"))
             response = running.client.post("/v1/chat/completions", json=fields)
             assert response.headers["x-kvpool-instance"] == "b"
             assert running.metric("prompt_tokens_cached_total") == whole

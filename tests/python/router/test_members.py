@@ -195,7 +195,7 @@ def test_a_member_says_where_its_events_and_which_rank_it_is(url):
             eventually(lambda: running.states()["a-dp1"]["cached_blocks"] == 12)
             assert running.where(prompt, model="any") == "a-dp1"  # by events, which name no model
             assert fake.seen[-1][1]["x-data-parallel-rank"] == "1"
-            assert running.metric("events_synced", instance="a-dp1") == 1
+            assert running.metric("events_synced", engine="a-dp1") == 1
             assert running.states()["a-dp0"]["events"] is None
 
 

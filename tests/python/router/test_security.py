@@ -7,9 +7,8 @@ import socket
 import ssl
 from pathlib import Path
 
-import httpx2 as httpx
 import pytest
-from router.router_kit import ADMIN_KEY, PATIENCE_S, eventually, fakes, logged, routing
+from router.router_kit import ADMIN_KEY, PATIENCE_S, eventually, fakes, httpx, logged, routing
 from router.test_command import command
 
 from kvpool import cli

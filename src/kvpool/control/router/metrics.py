@@ -15,32 +15,36 @@ _PREFIX: Final = "kvpool_router_"
 
 
 class Metrics:
-    """The router's counters. Labels have few values: no path, no model, no client."""
+    """The router's counters. Labels have few values: no path, no model, no client.
+
+    An instance is named by the label `engine`: `instance` is Prometheus' own, for the address that it scrapes, and it
+    would rename ours.
+    """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.requests = self._counter("requests", "Requests that ended, by instance (- for none)", "instance", "code")
+        self.requests = self._counter("requests", "Requests that ended, by instance (- for none)", "engine", "code")
         self.retries = self._counter(
-            "retries", "Requests that went on to another instance, by the failed one", "instance"
+            "retries", "Requests that went on to another instance, by the failed one", "engine"
         )
         self.refused = self._counter("refused", "Requests and connections that the router itself refused", "reason")
         self.unread = self._counter("prompts_unread", "Prompts that were routed by load alone, by why", "reason")
-        self.broken = self._counter("streams_broken", "Answers that broke after their first byte", "instance")
-        self.gone = self._counter("clients_gone", "Clients that left before their answer was whole", "instance")
-        self.ejections = self._counter("ejections", "Times that an instance was taken out as unhealthy", "instance")
+        self.broken = self._counter("streams_broken", "Answers that broke after their first byte", "engine")
+        self.gone = self._counter("clients_gone", "Clients that left before their answer was whole", "engine")
+        self.ejections = self._counter("ejections", "Times that an instance was taken out as unhealthy", "engine")
         self.tokens = self._counter("prompt_tokens", "Tokens of prompts, as the router counts them")
         self.cached = self._counter("prompt_tokens_cached", "Of these, cached where they went, as the tree believes")
-        self.in_flight = self._gauge("requests_in_flight", "Requests that an instance has", "instance")
-        self.up = self._gauge("instance_up", "1 for an instance that is healthy or on trial", "instance")
-        self.draining = self._gauge("instance_draining", "1 for an instance that is drained", "instance")
-        self.synced = self._gauge("events_synced", "1 if the tree has all events of a followed instance", "instance")
+        self.in_flight = self._gauge("requests_in_flight", "Requests that an instance has", "engine")
+        self.up = self._gauge("instance_up", "1 for an instance that is healthy or on trial", "engine")
+        self.draining = self._gauge("instance_draining", "1 for an instance that is drained", "engine")
+        self.synced = self._gauge("events_synced", "1 if the tree has all events of a followed instance", "engine")
         self.events_forgotten = self._counter(
             "events_forgotten",
             "Times that an instance was forgotten, as its events were missed",
-            "instance",
+            "engine",
         )
         self.events_dropped = self._counter(
-            "events_blocks_dropped", "Blocks of an instance that were dropped, because it has too many", "instance"
+            "events_blocks_dropped", "Blocks of an instance that were dropped, because it has too many", "engine"
         )
         self.tree_blocks = self._gauge("tree_blocks", "Blocks in the prompt tree")
         self.tree_evicted = self._counter("tree_blocks_evicted", "Blocks that it forgot because they were too many")
