@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import threading
 from collections.abc import Iterator
 
@@ -190,6 +191,51 @@ def test_q_ends_top_and_the_terminal_is_as_before(drawing):
     drained(terminal)
     assert run.wait(30) == 0
     assert run.stderr.read() == b""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_top_and_the_terminal_is_as_before(drawing, number):
+    run, terminal = drawing
+    assert not termios.tcgetattr(terminal)[3] & termios.ICANON  # top reads key by key
+    run.send_signal(number)
+    written = b""
+    with contextlib.suppress(OSError):  # the other end was closed
+        while more := os.read(terminal, 1 << 16):
+            written += more
+    assert run.wait(30) == 128 + number
+    assert written.rfind(b"\x1b[?1049l") > written.rfind(b"\x1b[?1049h")  # left the alternate screen
+    assert termios.tcgetattr(terminal)[3] & termios.ICANON
+    assert run.stderr.read() == b""
+
+
+@contextlib.contextmanager
+def long_names(url):
+    names = [f"vllm-decode-deployment-7d9f8b6c5d-with-more-of-it-{end}" for end in ("abcde", "fghij")]
+    with contextlib.ExitStack() as stack:
+        for number, name in enumerate(names, start=1):
+            cluster = stack.enter_context(kvpool.Cluster.join(url))
+            cluster.register(name=name, role="decode", incarnation=number, hbm_blocks=8)
+        yield names
+
+
+def test_long_names_cost_no_column_and_keep_their_ends(url, capsys, monkeypatch):
+    pytest.importorskip("rich", reason="rich is not installed")
+    monkeypatch.setenv("COLUMNS", "120")
+    with long_names(url):
+        assert cli.main(["top", url, "--once"]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 120
+    assert {"DRAM", "of"} <= set(text.split())
+    assert [line.split()[0][-6:] for line in text.splitlines() if "…" in line] == ["-abcde", "-fghij"]
+
+
+def test_nothing_is_cut_in_a_pipe(url, capsys, monkeypatch):
+    pytest.importorskip("rich", reason="rich is not installed")
+    monkeypatch.delenv("COLUMNS", raising=False)
+    with long_names(url) as names:
+        assert cli.main(["top", url, "--once"]) == 0
+    text = capsys.readouterr().out
+    assert {*names, "instance", "endpoints"} <= set(text.split())
 
 
 def test_top_shows_hit_ratio_and_rates(url, capsys, monkeypatch):

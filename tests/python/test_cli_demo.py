@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import pytest
 from kit import ctrl_c_works
 
 from kvpool import cli
+from kvpool.cli import info
 from kvpool.control.demo import answering, story
 
 
@@ -116,3 +118,52 @@ def test_a_closed_pipe_is_no_error():
     )  # fmt: skip
     assert run.stdout == "0\n"
     assert run.stderr == ""
+
+
+def kvpool_in_bash(line):
+    """Runs a line of bash in which $KVPOOL is the command."""
+    return subprocess.run(
+        line.replace("$KVPOOL", f"{sys.executable} -m kvpool"), shell=True, executable="/bin/bash",
+        capture_output=True, text=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", ["info", "info --json"])
+@pytest.mark.parametrize(("output", "why"), [(">&-", "it is closed"), (">/dev/full", "No space left on device")])
+def test_output_that_cannot_be_written_is_reported_in_one_line(arguments, output, why):
+    run = kvpool_in_bash(f"$KVPOOL {arguments} {output}")
+    assert run.returncode == 2
+    assert run.stderr.startswith("kvpool: standard output cannot be written: ")
+    assert run.stderr.endswith(f"{why}\n")
+    assert run.stderr.count("\n") == 1
+
+
+def test_a_broken_pipe_that_is_not_the_output_s_is_an_error(monkeypatch, capsys):
+    def broken(arguments):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(info, "_run", broken)
+    assert cli.main(["info"]) == 2
+    assert capsys.readouterr().err == "kvpool: Broken pipe\n"
+
+
+def test_ctrl_c_while_a_command_is_imported_ends_it_in_one_line():
+    code = """if True:
+    import os, signal, sys
+    from kvpool import cli
+
+    class Finder:  # the first import of the simulator is when Ctrl-C is pressed
+        def find_spec(self, name, *_):
+            if name == "kvpool.cli.sim":
+                os.kill(os.getpid(), signal.SIGINT)
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert "kvpool.cli.sim" not in sys.modules
+    sys.meta_path.insert(0, Finder())
+    sys.exit(cli.main(["sim"]))
+    """
+    path = os.pathsep.join(filter(None, sys.path))
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}
+    )
+    assert (run.returncode, run.stderr) == (130, "kvpool: interrupted\n")

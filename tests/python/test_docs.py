@@ -17,7 +17,8 @@ from typing import NamedTuple
 import pytest
 
 import kvpool
-from kvpool import cli, config
+from kvpool import config
+from kvpool.cli import router
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -104,7 +105,7 @@ def test_the_routers_files_in_the_documents_can_be_read(tmp_path):
     for fence in found:
         file.write_text(fence.text)
         parser = argparse.ArgumentParser()
-        cli.router.add_parser(parser.add_subparsers())
+        router.add_parser(parser.add_subparsers())
         arguments = parser.parse_args(["router", "--config", str(file)])
         arguments.run.args[0].read_file(arguments)
         assert arguments.instances

@@ -6,8 +6,10 @@ import argparse
 import contextlib
 import os
 import select
+import signal
 import sys
 import termios
+import threading
 import time
 import tty
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +25,8 @@ __all__ = ["add_parser"]
 
 _GAP: Final = 2  # between columns: a space of the box, and a padding
 _NAME_MIN: Final = 8
+_NAME_MAX: Final = 24  # for a longer name no other column has to go
+_UNLIMITED: Final = 100_000  # columns where nothing has to fit: in a pipe or a file
 
 
 class _Column(NamedTuple):
@@ -105,16 +109,40 @@ def _run(arguments: argparse.Namespace) -> None:
             "kvpool top draws with rich: pip install 'kvpool[cli]'; kvpool cluster needs nothing"
         ) from None
     console = Console(markup=False, emoji=False, highlight=False)  # member names are arbitrary text
+    if not console.is_terminal and not os.environ.get("COLUMNS"):
+        console.width = _UNLIMITED
     rates = Rates()
     with join(arguments) as cluster:
         if arguments.once:
             console.print(_table(cluster, rates, console.width))
             return
         first = _table(cluster, rates, console.width)
-        with _keys() as key, Live(first, console=console, screen=True, auto_refresh=False) as live:
+        screen = Live(first, console=console, screen=True, auto_refresh=False)
+        with _ended_by_signals(), _keys() as key, screen as live:
             live.refresh()
             while key(arguments.every) not in (b"q", b"Q"):
                 live.update(_table(cluster, rates, console.width), refresh=True)
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the process by an exception, so that the terminal is as before."""
+    if threading.current_thread() is not threading.main_thread():  # no other may have handlers
+        yield
+        return
+    before = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGHUP)}
+    for one, handler in before.items():
+        if handler is not signal.SIG_IGN:  # as under nohup
+            signal.signal(one, _end)
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+
+def _end(number: int, _: object) -> None:
+    raise SystemExit(128 + number)  # as shells have it
 
 
 @contextlib.contextmanager
@@ -130,7 +158,8 @@ def _keys() -> Iterator[Callable[[float], bytes]]:
     try:
         yield lambda seconds: _key_of(typed, seconds)
     finally:
-        termios.tcsetattr(typed, termios.TCSADRAIN, before)
+        with contextlib.suppress(termios.error):  # the terminal has gone
+            termios.tcsetattr(typed, termios.TCSADRAIN, before)
 
 
 def _no_key(seconds: float) -> bytes:
@@ -163,22 +192,21 @@ def _table(cluster: Cluster, rates: Rates, width: int) -> Any:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, _GAP - 1, 0, 0), show_edge=False)
     for number in shown:
         column = columns[number]
-        table.add_column(
-            column.title, justify="right" if column.right else "left", no_wrap=True, max_width=None if number else name
-        )
+        table.add_column(column.title, justify="right" if column.right else "left", no_wrap=True)
     for member, texts in zip(members, rows, strict=True):
         style = "dim" if member.state == "draining" else None
-        table.add_row(*(texts[number] for number in shown), style=style)
+        table.add_row(*(texts[number] if number else _cut(texts[0], name) for number in shown), style=style)
     return table
 
 
 def _fitting(rows: Sequence[Sequence[str]], columns: Sequence[_Column], width: int) -> tuple[list[int], int]:
-    """The columns to show, so that they fit, and the width that is left for names."""
+    """The columns to show, so that they fit with a name of 24 characters, and the width that is left for names."""
     from rich.cells import cell_len
 
     widths = [
         max(cell_len(line) for one in rows for line in one[number].split("\n")) + _GAP for number in range(len(columns))
     ]
+    widths[0] = min(widths[0], _NAME_MAX + _GAP)
     shown = list(range(len(columns)))
     for number in sorted(shown, key=lambda one: columns[one].expendable, reverse=True):
         if sum(widths[one] for one in shown) <= width or not columns[number].expendable:
@@ -186,6 +214,19 @@ def _fitting(rows: Sequence[Sequence[str]], columns: Sequence[_Column], width: i
         shown.remove(number)
     others = sum(widths[one] for one in shown if one)
     return shown, max(_NAME_MIN, width - others - _GAP)
+
+
+def _cut(name: str, width: int) -> str:
+    """A name without its middle if it is too wide: those of pods differ at their end."""
+    from rich.cells import cell_len, set_cell_size
+
+    if cell_len(name) <= width:
+        return name
+    head = (width - 1) // 2
+    tail = name
+    while cell_len(tail) > width - 1 - head:
+        tail = tail[1:]
+    return f"{set_cell_size(name, head)}…{tail}"
 
 
 def _sum_up(members: list[Member]) -> str:

@@ -160,10 +160,11 @@ def _check_row(row: Row, first: Row, block: int | None) -> None:
         return
     if wrong := [each for each in row.ids if type(each) is not int or each < 0]:
         raise ValueError(f"hash id {wrong[0]!r} is no whole number from 0")
-    if block is not None and not row.prompt // block <= len(row.ids) <= -(-row.prompt // block):
-        raise ValueError(
-            f"{len(row.ids)} hash ids for {row.prompt} tokens, which are {-(-row.prompt // block)} blocks of {block}"
-        )
+    most = -(-row.prompt // block) if block is not None else 0
+    if block is not None and not row.prompt // block <= len(row.ids) <= most:
+        ids = "1 hash id" if len(row.ids) == 1 else f"{len(row.ids)} hash ids"
+        blocks = "are 1 block" if most == 1 else f"are {most} blocks"
+        raise ValueError(f"{ids} for {row.prompt} tokens, which {blocks} of {block}")
 
 
 def _parsed(path: Path) -> Iterator[tuple[int, Row]]:
@@ -181,14 +182,17 @@ def _parsed(path: Path) -> Iterator[tuple[int, Row]]:
                         yield number, _json_row(line)
             elif header:
                 reader = csv.reader(lines)
-                parse = _csv_parser(path, next(csv.reader([header])))
+                names = next(csv.reader([header]))
+                parse, columns = _csv_parser(path, names), len(names)
                 for fields in reader:
                     number += 1
+                    if 0 < len(fields) < columns:
+                        raise ValueError(f"it has {len(fields)} of {columns} fields")
                     if fields:
                         yield number, parse(fields)
     except (OSError, EOFError, lzma.LZMAError) as error:
         raise ArgumentError(f"{path}: cannot be read: {error}") from error
-    except (ValueError, KeyError, IndexError, TypeError, csv.Error) as error:
+    except (ValueError, KeyError, OverflowError, TypeError, RecursionError, csv.Error) as error:
         if isinstance(error, ArgumentError):
             raise
         missing = f"no {error} in it" if isinstance(error, KeyError) else str(error)
@@ -198,6 +202,8 @@ def _parsed(path: Path) -> Iterator[tuple[int, Row]]:
 def _json_row(line: str) -> Row:
     """A line of Mooncake's, or of sessions."""
     fields = json.loads(line)
+    if not isinstance(fields, dict):
+        raise ValueError("it is no JSON object")
     ids, session, time = fields.get("hash_ids"), fields.get("session"), fields.get("timestamp")
     if ids is not None and not (isinstance(ids, list) and ids):
         raise ValueError(f"hash_ids is {ids!r}, not a list of numbers")
@@ -230,6 +236,8 @@ def _csv_parser(path: Path, header: list[str]) -> Callable[[list[str]], Row]:
 
 def _length(value: Any) -> int:
     """A number of tokens, at least one: a request without an answer, as some traces have it, would not end."""
+    if isinstance(value, bool):
+        raise ValueError(f"a length of {value}")
     number = float(value)
     if not 0 <= number < _LONGEST or number != int(number):
         raise ValueError(f"a length of {value}")
