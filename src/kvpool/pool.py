@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,12 +20,20 @@ from kvpool.index import EventStream, MatchReport
 from kvpool.peers import Attachment, Inbox, NetworkedPool, Peers, Ranks
 from kvpool.peers.attach import attach
 from kvpool.transfer import Batch, ParallelConfig
-from kvpool.types import DRAM, HBM, KVLayout, Medium, OneMedium, RawLayout, TokenVector
+from kvpool.types import DRAM, HBM, KVLayout, Medium, OneMedium, RawLayout, SettingArguments, TokenVector
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # of mypy's: Python 3.10 has none
+elif sys.version_info >= (3, 11):
+    from typing import Unpack
+else:
 
-    from kvpool.types.setting_arguments import SettingArguments
+    class Unpack:
+        """Lets typing.get_type_hints read the annotation where typing has no Unpack."""
+
+        def __class_getitem__(cls, item):
+            return item
+
 
 __all__ = ["ArenaInfo", "MediumStats", "Pool", "PoolStats"]
 

@@ -36,7 +36,7 @@ def test_the_demo_shows_what_the_cache_saves_in_two_processes(capsys):
     rows = re.findall(r"^ +(\d+) +\d+ ms +(\d+) of 808 tokens +\d+ ms$", text, re.MULTILINE)
     assert rows == [("1", "0"), ("2", "768"), ("3", "768")]
     assert "sent 3.0 MiB by the route shm" in text
-    assert "768 tokens were cached there, and the answer is the same" in text
+    assert "768 tokens were cached there, and the answers are the same" in text
 
 
 def test_the_demo_refuses_an_answer_that_the_cache_has_changed(monkeypatch):
@@ -58,17 +58,33 @@ def test_the_demo_says_why_the_second_process_failed(monkeypatch):
         story.run(lambda line: None, 1)
 
 
+@pytest.mark.usefixtures("_path_of_children")
+@pytest.mark.parametrize(
+    "command", [["demo", "--prompts", "2"], ["bench", "--quick", "--json"]], ids=lambda one: one[0]
+)
+def test_settings_of_the_environment_change_neither_demo_nor_bench(command, monkeypatch, capsys):
+    for name, value in (("NAME", "x"), ("LEND_MAX", "0"), ("ROUTES", "loopback")):
+        monkeypatch.setenv(f"KVPOOL_{name}", value)
+    assert cli.main(command) == 0
+    assert "shm" in capsys.readouterr().out
+
+
+def test_the_demo_says_sooner_only_when_it_is():
+    assert answering.times_sooner(4.0) == "4.0 times sooner"
+    assert answering.times_sooner(0.5).startswith("2.0 times later")
+
+
 def test_the_demo_imports_no_torch():
     code = "import sys, kvpool.control.demo, kvpool.control.quick_bench; print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout == "False\n"
 
 
-@pytest.mark.parametrize("count", ["0", "-1", "x", "1001"])
+@pytest.mark.parametrize("count", ["0", "1", "-1", "x", "1001"])
 def test_the_demo_wants_a_number_of_prompts(count, capsys):
     with pytest.raises(SystemExit):
         cli.main(["demo", "--prompts", count])
-    assert "a number from 1 to 1000" in capsys.readouterr().err
+    assert "a number from 2 to 1000" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("_path_of_children")

@@ -11,8 +11,9 @@ from typing import get_type_hints
 
 import pytest
 
+import kvpool
 from kvpool.config import FIELDS
-from kvpool.types.setting_arguments import SettingArguments
+from kvpool.types import SettingArguments
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -93,3 +94,8 @@ def test_the_settings_that_checkers_know_are_those_that_there_are():
     assert {name: known[name] for name in FIELDS if name != "routes"} == {
         name: FIELDS[name] | None for name in FIELDS if name != "routes"
     }
+
+
+def test_the_hints_of_a_pool_can_be_read_at_run_time():
+    hints = get_type_hints(kvpool.Pool.__init__)
+    assert "SettingArguments" in str(hints["settings"])

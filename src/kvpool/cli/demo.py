@@ -20,7 +20,9 @@ def add_parser(commands: Any) -> None:
         description="A small transformer in NumPy answers prompts with the cache off and on; then a second process "
         "is sent what the first one has cached. Checks that every answer is the same.",
     )
-    parser.add_argument("--prompts", type=_questions, default=6, metavar="N", help="how many are answered (default 6)")
+    parser.add_argument(
+        "--prompts", type=_questions, default=6, metavar="N", help="how many are answered, from 2 (default 6)"
+    )
     parser.set_defaults(run=_run)
 
 
@@ -29,8 +31,8 @@ def _questions(text: str) -> int:
         number = int(text)
     except ValueError:
         number = 0
-    if not 1 <= number <= _QUESTIONS_MAX:
-        raise argparse.ArgumentTypeError(f"{text!r}: a number from 1 to {_QUESTIONS_MAX}")
+    if not 2 <= number <= _QUESTIONS_MAX:
+        raise argparse.ArgumentTypeError(f"{text!r}: a number from 2 to {_QUESTIONS_MAX}")
     return number
 
 

@@ -208,6 +208,8 @@ def _setup(arguments: argparse.Namespace, **changes: Any) -> Setup:
         for field, value in (("ttl_s", arguments.ttl), ("cap", arguments.cap), ("thrift", arguments.thrift))
         if value is not None
     }
+    if arguments.ttl is not None and not arguments.ttl >= 0:
+        raise ArgumentError(f"--ttl is {arguments.ttl}; it must be at least 0 seconds")
     given["workload"] = arguments.workload or (None if arguments.trace else Setup.workload)
     given["policy"] = arguments.policy if arguments.policy in POLICIES else Setup.policy
     return Setup(profile=profile, **{**given, **changes})

@@ -14,9 +14,10 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.config import Settings
 from kvpool.errors import StateError
 from kvpool.pool import Pool
-from kvpool.types import DRAM, HBM, RawLayout
+from kvpool.types import DRAM, HBM, RawLayout, SettingArguments
 
 __all__ = ["Row", "measure"]
 
@@ -26,11 +27,20 @@ _PROMPTS: Final = 2000
 _PROMPT_TOKENS: Final = 2048
 _COPIED: Final = 64  # blocks of a swap and of a transfer
 _COPIED_BYTES: Final = 256 << 10  # of one of them
+_THREADS: Final = 1  # that copy, in a swap as in a memcpy
+_UNMEASURED: Final = 2  # copies at first, which touch memory and make the way
+_ROUNDS_MIN: Final = 20
+
+# Explicit, so that no setting of the environment names both pools alike, takes a route away, or lends nothing.
+_SETTINGS: Final[SettingArguments] = {
+    "name": "bench", "routes": (), "lend_max": Settings.lend_max, "huge_pages": "never", "secret": "bench",
+    "copy_threads": _THREADS,
+}  # fmt: skip
 
 _PEER: Final = """\
 import sys
 from kvpool import Pool, RawLayout
-with Pool(RawLayout({bytes}, {tokens}), hbm_blocks={blocks}, huge_pages="never", secret="bench") as pool:
+with Pool(RawLayout({bytes}, {tokens}), hbm_blocks={blocks}, **{settings}) as pool:
     print(pool.peers.listen("unix:@kvpool-bench-" + str(__import__("os").getpid())), flush=True)
     sys.stdin.read()
 """
@@ -58,8 +68,8 @@ def measure(quick: bool = False) -> Iterator[Row]:
     rounds = 40 if quick else 200
     yield from _allocation(rounds)
     yield from _prompts(rounds)
-    yield from _swap(max(4, rounds // 10))
-    yield from _transfer(max(4, rounds // 10))
+    yield from _swap(max(_ROUNDS_MIN, rounds // 10))
+    yield from _transfer(max(_ROUNDS_MIN, rounds // 10))
 
 
 def _allocation(rounds: int) -> Iterator[Row]:
@@ -107,12 +117,14 @@ def _swap(rounds: int) -> Iterator[Row]:
         pool.insert(tokens, pool.alloc(_COPIED)).close()
         plain = _Memcpy()
         swap_us: list[float] = []
-        for _ in range(rounds):
+        for number in range(_UNMEASURED + rounds):
             plain.copy()
-            swap_us.append(_timed(pool.swap_out, _COPIED))
+            took = _timed(pool.swap_out, _COPIED)
+            if number >= _UNMEASURED:
+                swap_us.append(took)
             with pool.match(tokens, into=HBM):  # back again
                 pass
-    yield _copied(f"swap_out of {_COPIED} blocks of {_COPIED_BYTES >> 10} KiB", swap_us, plain)
+    yield _copied(f"swap_out of {_COPIED} blocks of {_COPIED_BYTES >> 10} KiB, 1 thread", swap_us, plain)
 
 
 def _transfer(rounds: int) -> Iterator[Row]:
@@ -120,15 +132,17 @@ def _transfer(rounds: int) -> Iterator[Row]:
         pool.tensor(HBM).numpy()[:] = 1
         peer = pool.peers.connect(address)
         for count in (1, _COPIED):
-            addrs = pool.alloc(count)
-            theirs = pool.alloc(count, instance=peer)
+            addrs = pool.alloc(_COPIED)
+            theirs = pool.alloc(_COPIED, instance=peer)
             plain = _Memcpy(count)
             sent_us, route = [], ""
-            for number in range(rounds + 1):
+            for number in range(_UNMEASURED + rounds):
                 plain.copy()
+                first = number * count % _COPIED
+                one, other = addrs[first : first + count], theirs[first : first + count]
                 began = perf_counter_ns()
-                sent = pool.transfer(peer, addrs, to=theirs).wait()
-                if number:  # the first one makes the way
+                sent = pool.transfer(peer, one, to=other).wait()
+                if number >= _UNMEASURED:
                     sent_us.append((perf_counter_ns() - began) / 1000)
                 route = sent.stats.route
             pool.free(theirs)
@@ -141,18 +155,24 @@ class _Memcpy:
     """Plain copies of as many bytes, to compare with."""
 
     def __init__(self, blocks: int = _COPIED) -> None:
-        self._source = np.ones(blocks * _COPIED_BYTES, np.uint8)
+        turns = _COPIED // blocks  # as transfers: a single block would stay in the cache of the processor
+        self._source = np.ones((turns, blocks * _COPIED_BYTES), np.uint8)
         self._target = np.zeros_like(self._source)
-        self.times_us: list[float] = []
+        self._times_us: list[float] = []
 
     def copy(self) -> None:
         """Copies once."""
-        self.times_us.append(_timed(np.copyto, self._target, self._source))
+        turn = len(self._times_us) % len(self._source)
+        self._times_us.append(_timed(np.copyto, self._target[turn], self._source[turn]))
+
+    def median_us(self) -> float:
+        """Of a copy, without the first ones."""
+        return median(self._times_us[_UNMEASURED:])
 
 
 def _copied(what: str, times_us: list[float], plain: _Memcpy, blocks: int = _COPIED) -> Row:
     took = median(times_us)
-    return Row(what, took, blocks * _COPIED_BYTES / 2**30 / took * 1e6, median(plain.times_us) / took)
+    return Row(what, took, blocks * _COPIED_BYTES / 2**30 / took * 1e6, plain.median_us() / took)
 
 
 def _timed(call: Callable[..., object], *arguments: object) -> float:
@@ -163,7 +183,7 @@ def _timed(call: Callable[..., object], *arguments: object) -> float:
 
 
 def _pool(block_bytes: int, hbm: int, dram: int = 0) -> Pool:
-    return Pool(RawLayout(block_bytes, _TOKENS), hbm, dram, huge_pages="never", secret="bench")
+    return Pool(RawLayout(block_bytes, _TOKENS), hbm, dram, **_SETTINGS)
 
 
 @contextmanager
@@ -179,7 +199,9 @@ def _no_collections() -> Iterator[None]:
 @contextmanager
 def _other_process() -> Iterator[str]:
     """A process with a pool; the address at which it listens."""
-    code = _PEER.format(bytes=_COPIED_BYTES, tokens=_TOKENS, blocks=2 * _COPIED)
+    code = _PEER.format(
+        bytes=_COPIED_BYTES, tokens=_TOKENS, blocks=2 * _COPIED, settings=_SETTINGS | {"name": "theirs"}
+    )
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as process:  # fmt: skip

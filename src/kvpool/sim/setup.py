@@ -124,8 +124,10 @@ class Setup:
         most = self.requests or (_REQUESTS if self.trace is None else None)
         if most is not None:
             self.check_skip(most)
-        if not (0 <= self.ttl_s <= _MOST and self.cap >= 1):
-            raise ArgumentError(f"ttl_s is {self.ttl_s}, at least 0; cap is {self.cap}, at least 1")
+        if not 0 <= self.ttl_s <= _MOST:
+            raise ArgumentError(f"ttl_s is {self.ttl_s}; it must be from 0 to {_MOST:g}")
+        if not self.cap >= 1:
+            raise ArgumentError(f"cap is {self.cap}; it must be at least 1")
         if self.thrift is not None and self.policy != "queue-plus-exec":
             raise ArgumentError(f"thrift is {self.thrift:g}; it is of the policy queue-plus-exec, not of {self.policy}")
         self._policy()  # checks the thrift

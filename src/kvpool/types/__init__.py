@@ -19,6 +19,7 @@ from kvpool.types.parameters import (
     Strategy,
     TokenVector,
 )
+from kvpool.types.setting_arguments import SettingArguments
 from kvpool.types.transfers import TransferSpec, TransferStats, TransferTotals
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "RawLayout",
     "Route",
     "SequencePlan",
+    "SettingArguments",
     "Strategy",
     "TokenVector",
     "TransferSpec",

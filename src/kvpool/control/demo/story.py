@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
-from kvpool.control.demo.answering import BLOCKS, LAYOUT, OWN, SHAPE, SHARED, Answer, Engine, prompts
+from kvpool.control.demo.answering import LAYOUT, OWN, SHAPE, SHARED, Answer, Engine, make_pool, prompts, times_sooner
 from kvpool.errors import StateError
 from kvpool.pool import Pool
 
@@ -38,7 +38,7 @@ def run(say: Callable[[str], None], questions: int = 6) -> None:
     say(f"{SHARED} tokens that all share, and {OWN} more of each. A block holds {LAYOUT.block_tokens} tokens.")
     say("")
     say("prompt   cache off       cache on                   to the first token")
-    with _pool("off") as plain, _pool("first") as cached:
+    with make_pool("off") as plain, make_pool("first") as cached:
         off, on = Engine(plain, caches=False), Engine(cached, caches=True)
         off.warm()
         on.warm()
@@ -46,7 +46,7 @@ def run(say: Callable[[str], None], questions: int = 6) -> None:
         later = answers[1:] or answers
         faster = median(without.first_s / with_.first_s for without, with_ in later)
         say("")
-        say(f"The answers are the same, and from the second prompt on the first token comes {faster:.1f} times sooner.")
+        say(f"The answers are the same, and from the second prompt on the first token comes {times_sooner(faster)}.")
         say(f"{cached}")
         say("")
         _tell_second(say, cached, asked[0][:SHARED], questions, off.answer(asked[questions]))
@@ -76,13 +76,10 @@ def _tell_second(say: Callable[[str], None], pool: Pool, shared: Any, question: 
     if tuple(said["tokens"]) != expected.tokens:
         raise StateError("the second process answers otherwise than the first")
     say(f"sent {stats.bytes / 2**20:.1f} MiB by the route {stats.route}")
-    say(f"Of the new question {said['cached']} tokens were cached there, and the answer is the same.")
-    soon, late = said["first_s"] * 1000, expected.first_s * 1000
-    say(f"Its first token came after {soon:.0f} ms, in place of {late:.0f} ms without the cache.")
-
-
-def _pool(name: str) -> Pool:
-    return Pool(LAYOUT, hbm_blocks=4 * BLOCKS, name=name, huge_pages="never")
+    say(f"Of each new question {said['cached']} tokens were cached there, and the answers are the same.")
+    on, off = said["on_s"], said["off_s"]
+    say(f"There the first token comes after {on * 1000:.0f} ms, without the cache after {off * 1000:.0f} ms (medians):")
+    say(f"{times_sooner(off / on)}.")
 
 
 @contextmanager
@@ -114,5 +111,9 @@ def _finished(process: subprocess.Popen[str]) -> str:
     except subprocess.TimeoutExpired:
         raise StateError(f"the second process has not ended within {_WAIT_S:.0f} s") from None
     if process.returncode != 0:
-        raise StateError(f"the second process ended with {process.returncode}: {errors.strip().splitlines()[-1:]}")
+        raise StateError(f"the second process ended with {process.returncode}: {_last_line(errors)}")
     return out
+
+
+def _last_line(errors: str) -> str:
+    return (errors.strip().splitlines() or ["it said nothing"])[-1]

@@ -25,6 +25,7 @@ from kvpool.control.router.connections import connections
 from kvpool.control.router.logs import event
 from kvpool.control.router.service import Router
 from kvpool.control.router.settings import RouterSettings
+from kvpool.control.router.upstream import trusts_nobody
 from kvpool.errors import ArgumentError
 
 __all__ = ["serve"]
@@ -106,6 +107,8 @@ async def _serve(
     where: dict[str, Any] = {"public": _name(public), "admin": None if admin is None else _name(admin)}
     where["admin_key_file"] = admin_key_file
     where["tls"] = settings.tls_cert is not None
+    if any(one.url.startswith("https:") for one in settings.instances) and trusts_nobody():
+        event(logging.WARNING, "no trusted certificates", hint="install ca-certificates, or set SSL_CERT_FILE")
     event(logging.INFO, "listening", **where, policy=settings.policy, instances=len(settings.instances))
     clients = 2 * settings.connections_max * len(servers)  # with those that are refused
     _allow_files(clients + settings.requests_max + _FILES_OF_INSTANCE * len(settings.instances) + _FILES)

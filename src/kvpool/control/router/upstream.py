@@ -22,7 +22,7 @@ if sys.version_info >= (3, 11):
 else:  # httpx2, which goes on with it, does not run there
     import httpx
 
-__all__ = ["Answer", "Asker", "Headers", "Prober", "Upstream", "UpstreamError"]
+__all__ = ["Answer", "Asker", "Headers", "Prober", "Upstream", "UpstreamError", "trusts_nobody"]
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -311,3 +311,13 @@ def _client(timeout: httpx.Timeout, limits: httpx.Limits) -> httpx.AsyncClient:
 def _certificates() -> ssl.SSLContext:
     """The machine's; reading them takes milliseconds, and each client would."""
     return httpx.create_ssl_context()
+
+
+def trusts_nobody() -> bool:
+    """Whether the machine's store of certificates is empty, so that no instance of https can be reached.
+
+    Files of a folder are read when they are needed, and are not counted: a folder that is not empty is enough.
+    """
+    folder = ssl.get_default_verify_paths().capath
+    filled = folder is not None and os.path.isdir(folder) and bool(os.listdir(folder))
+    return not filled and not _certificates().get_ca_certs()
