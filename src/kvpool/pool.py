@@ -31,7 +31,7 @@ else:
     class Unpack:
         """Lets typing.get_type_hints read the annotation where typing has no Unpack."""
 
-        def __class_getitem__(cls, item):
+        def __class_getitem__(cls, item: object) -> object:
             return item
 
 

@@ -1,6 +1,7 @@
 """The second process of the demo: python -m kvpool.control.demo.second ADDRESS QUESTION.
 
-Connects to the first one, waits for the blocks that it sends, answers the question and later ones by them and without them, and prints a line of JSON.
+Connects to the first one, waits for the blocks that it sends, answers the question and later ones with and without
+them, and prints a line of JSON.
 """
 
 from __future__ import annotations

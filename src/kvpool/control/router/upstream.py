@@ -319,5 +319,5 @@ def trusts_nobody() -> bool:
     Files of a folder are read when they are needed, and are not counted: a folder that is not empty is enough.
     """
     folder = ssl.get_default_verify_paths().capath
-    filled = folder is not None and os.path.isdir(folder) and bool(os.listdir(folder))
+    filled = os.path.isdir(folder or "") and bool(os.listdir(folder))
     return not filled and not _certificates().get_ca_certs()
