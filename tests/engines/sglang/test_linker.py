@@ -23,7 +23,13 @@ FULL = frozenset({ComponentType.FULL})
 
 
 def made(
-    device: Any, components: Any = FULL, *, sglang: dict[str, Any] | None = None, stream: Any = None, **extra: Any
+    device: Any,
+    components: Any = FULL,
+    *,
+    sglang: dict[str, Any] | None = None,
+    stream: Any = None,
+    server_args: Any = None,
+    **extra: Any,
 ) -> Any:
     """A linker as SGLang makes it. `sglang`: of SGLang's parameters those that are not the usual ones."""
     allocator: Any = SimpleNamespace(get_kvcache=lambda: device)
@@ -32,7 +38,7 @@ def made(
     place = {"linker": "KvpoolLinker", "linker_module_path": "kvpool.engines.sglang.linker"}
     config = {**place, "linker_extra_config": {"dram_pages": 8} | extra}
     return create_unified_cache_linker(
-        None, params, backend="dynamic", config=config, components=set(components), forward_stream=stream
+        server_args, params, backend="dynamic", config=config, components=set(components), forward_stream=stream
     )
 
 
@@ -411,3 +417,33 @@ def test_weights_alone_are_no_reason_to_wait(adapter_of):
     adapter.pause("weights")
     assert not linker._store.pool.suspended
     linker.close()
+
+
+def test_what_was_suspended_for_a_sleep_that_fails_is_resumed(adapter_of, monkeypatch):
+    """One linker cannot be suspended, or SGLang's own pause fails. One that slept before sleeps on."""
+    device = mha_device()
+    linkers = [made(device, keep_on_flush=True) for _ in range(3)]
+    adapter, saver = adapter_of(device, linkers[0])
+    linkers[2].suspend()
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(linkers[1]._store.pool, "suspend", lambda **how: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            adapter.pause("kv_cache")
+    assert [linker._store.pool.suspended for linker in linkers] == [False, False, True]
+    assert saver.saved_at_pause is None  # SGLang has paused nothing
+    monkeypatch.setattr(saver, "pause", lambda tag: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        adapter.pause("kv_cache")
+    assert [linker._store.pool.suspended for linker in linkers] == [False, False, True]
+    assert linkers[0].offload(transfer(keys(1, 1), [2]))  # its pages are adopted again
+    linkers[0]._await_copies()
+    assert linkers[0].pop_completed_offload()
+    for linker in linkers:
+        linker.close()
+
+
+def test_the_memory_saver_and_network_adapters_are_refused_together(monkeypatch):
+    monkeypatch.setenv("KVPOOL_ROUTES", "ucx,sock")
+    with pytest.raises(kvpool.Unsupported, match="ucx"):
+        made(mha_device(), server_args=SimpleNamespace(enable_memory_saver=True))
+    made(mha_device(), server_args=SimpleNamespace(enable_memory_saver=False)).close()

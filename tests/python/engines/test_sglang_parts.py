@@ -14,7 +14,7 @@ import kvpool
 from kvpool.engines.given import GIB
 from kvpool.engines.sglang import TESTED
 from kvpool.engines.sglang.options import HiCacheOptions, LinkerOptions, Options
-from kvpool.engines.sglang.store import hex_keys_of
+from kvpool.engines.sglang.store import AdoptedStore, hex_keys_of
 
 torch = pytest.importorskip("torch")
 
@@ -116,3 +116,21 @@ def test_the_release_that_is_tested_is_stated_alike():
     pinned = (ROOT / "tests" / "engines" / "sglang" / "requirements.txt").read_text()
     assert re.search(rf"^sglang=={re.escape(TESTED)}$", pinned, re.MULTILINE)
     assert f"SGLang {TESTED}," in (ROOT / "docs" / "how-to" / "sglang.md").read_text()
+
+
+def test_a_store_that_cannot_be_suspended_goes_on_as_before():
+    store = AdoptedStore(pieces(), 4, routes=("ucx", "sock"))
+    with pytest.raises(kvpool.Unsupported, match="ucx"):
+        store.suspend()
+    assert not store.pool.suspended
+    assert store.save(KEYS[:2], np.array([1, 2])) == 2
+    store.pool.close()
+
+
+def test_a_store_says_whether_it_was_awake():
+    store = AdoptedStore(pieces(), 4)
+    assert [store.suspend(), store.suspend()] == [True, False]
+    store.resume()
+    assert store.save(KEYS[:2], np.array([1, 2])) == 2
+    store.pool.close()
+    assert not store.suspend()

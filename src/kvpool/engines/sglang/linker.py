@@ -51,7 +51,7 @@ class KvpoolLinker(UnifiedCacheLinker):  # type: ignore[misc]
     Not thread-safe: SGLang's scheduler calls it.
 
     Args:
-        server_args: Of SGLang; unused.
+        server_args: Of SGLang: whether its memory saver is in use.
         params: Of SGLang: its memory, and how many ranks there are.
         components: Of SGLang's tree: what else than full attention the model has.
         extra_config: ``linker_extra_config``.
@@ -61,7 +61,7 @@ class KvpoolLinker(UnifiedCacheLinker):  # type: ignore[misc]
         ArgumentError, ArgumentTypeError: An option is unknown or wrong.
         OutOfMemory: The machine has not so much memory.
         Unsupported, LayoutMismatch: The model's cache is of a kind that kvpool does not know; or each rank has some of
-            the layers (pipeline parallelism).
+            the layers (pipeline parallelism); or SGLang's memory saver is in use with the route ucx.
     """
 
     def __init__(
@@ -95,7 +95,11 @@ class KvpoolLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._loader = ThreadPoolExecutor(1, "kvpool-load")
         self._saver = ThreadPoolExecutor(1, "kvpool-save")
         self._closed = False
-        sleeping.follow(self)
+        try:
+            sleeping.follow(self, self._store.pool.settings.routes, getattr(server_args, "enable_memory_saver", False))
+        except BaseException:
+            self.close()
+            raise
         _log.info("kvpool keeps %d pages of %d bytes in DRAM", pages, self._store.cache.block_bytes)
 
     # ---- loads
@@ -206,10 +210,13 @@ class KvpoolLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     # ---- the end, and the sleep
 
-    def suspend(self) -> None:
-        """SGLang unmaps its pages next: waits for all copies, and touches the pages no more until `resume`."""
+    def suspend(self) -> bool:
+        """SGLang unmaps its pages next: waits for all copies, and touches the pages no more until `resume`.
+
+        Returns and raises as `AdoptedStore.suspend`.
+        """
         self._await_copies()
-        self._store.suspend()
+        return self._store.suspend()
 
     def resume(self) -> None:
         """SGLang has its pages again. What is stored is there unless SGLang has flushed it."""

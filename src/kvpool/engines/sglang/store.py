@@ -107,17 +107,33 @@ class AdoptedStore:
         """As in Store."""
         return self.cache.load(hex_keys_of(keys), self._addrs[pages])
 
-    def suspend(self) -> None:
-        """The pages' memory goes for a while. REQUIRES: no save or load is under way. Idempotent."""
-        if not (self.pool.closed or self.pool.suspended):
-            self.pool.free(self._addrs)
+    def suspend(self) -> bool:
+        """The pages' memory goes for a while. REQUIRES: no save or load is under way. Idempotent.
+
+        Returns:
+            Whether the pool is suspended by this call: False if it was before, or is closed.
+
+        Raises:
+            Busy, StateError, Unsupported: As `Pool.suspend`. Then nothing is changed.
+        """
+        if self.pool.closed or self.pool.suspended:
+            return False
+        self.pool.free(self._addrs)
+        try:
             self.pool.suspend(keep=False)
+        except BaseException:
+            self._adopt()
+            raise
+        return True
 
     def resume(self) -> None:
         """The memory is there again, with any content. Idempotent."""
         if not self.pool.closed and self.pool.suspended:
             self.pool.resume()
-            self._addrs[:] = self.pool.adopt(np.arange(len(self._addrs)))
+            self._adopt()
+
+    def _adopt(self) -> None:
+        self._addrs[:] = self.pool.adopt(np.arange(len(self._addrs)))
 
 
 class FlatStore:

@@ -188,14 +188,17 @@ class EnginePool:
             return
         self._saves.append(_Save(copy, blocks, plan))
 
-    def suspend(self) -> None:
+    def suspend(self) -> bool:
         """VLLM unmaps its blocks next: waits for all that reads or writes them. Idempotent.
+
+        Returns:
+            Whether the pool is suspended by this call: False if it was before, or is closed.
 
         Raises:
             Busy, StateError: A peer still has some of them. Then nothing is changed.
         """
         if self.pool.closed or self.pool.suspended:
-            return
+            return False
         self._await_all()
         self._free_all(time.monotonic() + _SUSPEND_SECONDS)
         try:
@@ -203,6 +206,7 @@ class EnginePool:
         except BaseException:
             self._adopt()
             raise
+        return True
 
     def resume(self) -> None:
         """VLLM has its blocks again, at the same addresses and with any content. Idempotent."""

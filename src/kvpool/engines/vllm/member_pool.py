@@ -88,10 +88,10 @@ class MemberPool(EnginePool, AmongPeers):
         else:
             self._sends.refuse(plan)
 
-    def suspend(self) -> None:
+    def suspend(self) -> bool:
         """As EnginePool.suspend. Waits for sends, too."""
         self._sends.await_writes(None)
-        super().suspend()
+        return super().suspend()
 
     def take_figures(self) -> Figures:
         """What happened since the last call."""

@@ -8,6 +8,8 @@ tells the pools first, whichever backend it is.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 from vllm.device_allocator.sleep_mode_backend import SleepModeBackend, SleepModeBackendFactory
@@ -20,7 +22,7 @@ _KV_CACHE = "kv_cache"  # vLLM's tag of its blocks
 
 
 class _Sleeper(Protocol):
-    def suspend(self) -> None: ...
+    def suspend(self) -> bool: ...  # whether it was awake before
     def resume(self) -> None: ...
 
 
@@ -54,13 +56,12 @@ class _TellsPools(SleepModeBackend):  # type: ignore[misc]
     """Goes before a backend in the order of classes."""
 
     def suspend(self, level: int = 1) -> None:
-        _suspend_all()
-        super().suspend(level)
+        with _asleep():
+            super().suspend(level)
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        if _KV_CACHE in tags:
-            _suspend_all()
-        super().discard(tags)
+        with _asleep() if _KV_CACHE in tags else nullcontext():
+            super().discard(tags)
 
     def resume(self, tags: list[str] | None = None) -> None:
         super().resume(tags)
@@ -69,13 +70,18 @@ class _TellsPools(SleepModeBackend):  # type: ignore[misc]
                 sleeper.resume()
 
 
-def _suspend_all() -> None:
-    """All or none: vLLM unmaps nothing if one of them raises."""
+@contextmanager
+def _asleep() -> Iterator[None]:
+    """Suspends all for good if the body, which unmaps the blocks, ends well. Otherwise those sleep that slept before.
+
+    VLLM unmaps nothing if one of them raises. It does not wake a worker whose backend has failed.
+    """
     suspended = []
     try:
         for sleeper in list(_sleepers):
-            sleeper.suspend()
-            suspended.append(sleeper)
+            if sleeper.suspend():
+                suspended.append(sleeper)
+        yield
     except BaseException:
         for sleeper in suspended:
             sleeper.resume()
