@@ -318,6 +318,14 @@ def test_what_a_load_needs_and_a_tail_does_not_have_is_not_read():
     assert hit.addrs(2, 0).tolist() == []
 
 
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_state_is_loaded_as_one_block_or_not_at_all(count):
+    hit = Hit(SimpleNamespace(addrs=np.arange(1)), first=5, state=True)
+    assert hit.addrs(5, count) is None
+    assert hit.addrs(5, 1).tolist() == [0]
+    assert hit.addrs(6, 1) is None
+
+
 def test_a_tail_is_named_by_all_tokens_before_it():
     kinds = Kinds(4, (None, 6), tails=True)
     tokens = np.arange(28, dtype=np.int32)

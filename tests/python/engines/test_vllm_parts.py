@@ -131,9 +131,21 @@ def test_the_bytes_of_pages_are_the_memory_of_all_their_tensors():
     check_shared(pages, {"a": attention, "b": (convolution,)})
     with pytest.raises(kvpool.Unsupported, match="tensors of b and a differ"):
         check_shared(pages, {"a": attention, "b": memory.view(torch.float32).view(2, 3, 256)[0]})
-    for wrong in (attention[:2], attention.view(3, 256)[:, :128].contiguous(), attention.permute(1, 0, 2)):
+    halves = attention.view(6, 128)  # as for attention kernels that take smaller blocks
+    assert raw_pages(pages, halves).data_ptr() == attention.data_ptr()
+    assert raw_pages(pages, halves).shape == (3, 1024)
+    for wrong in (attention[:2], attention.view(6, 128)[:5], attention.view(3, 256)[:, :128].contiguous(), attention.permute(1, 0, 2)):
         with pytest.raises(kvpool.LayoutMismatch, match="one after another"):
             raw_pages(pages, wrong)
+
+
+def test_memory_that_ends_before_the_last_page_is_refused_and_stays_where_it_is():
+    pages = Pages(("a",), 1, 32, "uint8", 16, 3, states=(True,), page_bytes=1024)
+    memory = torch.zeros(3 * 1024 - 24, dtype=torch.uint8)
+    where = memory.data_ptr()
+    with pytest.raises(kvpool.LayoutMismatch, match="has 3048 bytes, not 3 pages of 1024"):
+        raw_pages(pages, memory.as_strided((3, 1000), (1024, 1)))
+    assert (memory.data_ptr(), memory.untyped_storage().nbytes()) == (where, 3048)
 
 
 def test_workers_on_several_machines_are_refused_in_a_cluster():
@@ -154,6 +166,16 @@ def test_groups_in_stages_of_a_pipeline_are_refused_in_a_cluster():
     check_stages(two, Options(cluster="local://demo"), 1)
     check_stages(two, Options(), 3)
     check_stages(PAGES, Options(cluster="local://demo"), 3)
+
+
+@pytest.mark.parametrize("stage", [["a"], []])
+def test_models_with_states_are_refused_in_stages_of_a_pipeline(stage):
+    """A stage may have layers of one kind alone, and all of them say so."""
+    mixed = hybrid((FullAttentionSpec, ["b"], {}), (FullAttentionSpec, stage, {}))
+    mixed.kv_cache_groups[1].kv_cache_spec = state()
+    check_stages(pages_of(mixed), Options(), 1)
+    with pytest.raises(kvpool.Unsupported, match="only without pipeline parallelism, and there are 2 stages"):
+        check_stages(pages_of(mixed), Options(), 2)
 
 
 def test_groups_that_do_not_share_memory_are_refused():

@@ -35,9 +35,11 @@ class Hit:
     state: bool = False
 
     def addrs(self, first: int, count: int) -> npt.NDArray[np.uint64] | None:
-        """Of `count` blocks of the prompt from `first` on. None: it does not have all of them."""
+        """Of `count` blocks of the prompt from `first` on. None: it does not have all of them, or is one state."""
         begin = first - self.first
         found = self.match.addrs
+        if self.state and count != 1:  # nothing else can stand for all tokens before
+            return None
         if not count:
             return found[:0]
         return found[begin : begin + count] if begin >= 0 and begin + count <= len(found) else None

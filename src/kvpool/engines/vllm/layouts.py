@@ -93,7 +93,8 @@ def pages_of(kv_cache_config: Any) -> Pages:
     longest = max(filled, key=lambda group: len(group.layer_names))
     spec, names = longest.kv_cache_spec, tuple(longest.layer_names)
     specs = [group.kv_cache_spec for group in filled]
-    if any(_has_states(one) for one in specs) or any(_page(one) != _page(spec) for one in specs):
+    stateful = any(_has_states(group.kv_cache_spec) for group in groups)  # or another stage has the states
+    if stateful or any(_page(one) != _page(spec) for one in specs):
         return _unequal(kv_cache_config, filled, names)
     kind = _kinds(spec)
     latent = "MLAAttentionSpec" in kind
@@ -211,17 +212,19 @@ def raw_pages(pages: Pages, tensor: Any) -> Any:
 
     Args:
         pages: With `page_bytes`.
-        tensor: What vLLM gives a layer: a tensor whose first dimension counts blocks, or several that share a page,
-            the first of which begins where the page does.
+        tensor: What vLLM gives a layer: a tensor whose first dimension counts blocks, or equal parts of blocks, where
+            attention kernels take smaller ones; or several that share a page, the first of which begins where the
+            page does.
 
     Raises:
-        LayoutMismatch: The pages do not follow each other in memory.
+        LayoutMismatch: The pages do not follow each other in memory, or the memory ends before they do.
     """
     import torch
 
     first = tensor[0] if isinstance(tensor, list | tuple) else tensor
     stride = first.stride(0) * first.element_size()
-    if first.shape[0] != pages.blocks or stride != pages.page_bytes:
+    parts, rest = divmod(first.shape[0], pages.blocks)
+    if rest or stride * parts != pages.page_bytes:
         raise LayoutMismatch(
             f"vLLM's tensor of a layer has the shape {tuple(first.shape)} and {stride} bytes from one block to the "
             f"next, not {pages.blocks} blocks of {pages.page_bytes} bytes one after another",
@@ -230,6 +233,12 @@ def raw_pages(pages: Pages, tensor: Any) -> Any:
     storage = first.untyped_storage()
     raw = torch.empty(0, dtype=torch.uint8, device=first.device)
     offset = first.data_ptr() - storage.data_ptr()
+    if offset + pages.blocks * pages.page_bytes > storage.nbytes():  # torch would move vLLM's memory
+        raise LayoutMismatch(
+            f"vLLM's memory of a layer has {storage.nbytes() - offset} bytes, not {pages.blocks} pages of "
+            f"{pages.page_bytes} bytes",
+            shape=list(first.shape),
+        )
     return raw.set_(storage, offset, (pages.blocks, pages.page_bytes), (pages.page_bytes, 1))
 
 

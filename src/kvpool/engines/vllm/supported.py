@@ -49,16 +49,22 @@ def check_by_layer(options: Options, one_process: bool, parallel: Any) -> None:
 
 
 def check_stages(pages: Pages, options: Options, stages: int) -> None:
-    """Raises Unsupported where engines of a cluster could have their layers at different places in a block.
+    """Raises Unsupported where stages could differ in what a block is, or engines of a cluster in where layers are.
 
     A place in the blocks of a group is that of the group's next layer in each stage. So it depends on how the layers
-    are divided into stages, which peers do not compare.
+    are divided into stages, which peers do not compare. Of a hybrid model a stage may have no layer with states, or
+    none that attends: what it would take for its pages is not what the others do.
 
     Args:
         pages: Of the model.
         options: The user's.
         stages: Of the pipeline.
     """
+    if stages > 1 and (pages.page_bytes or any(pages.states)):
+        raise Unsupported(
+            "KvpoolConnector supports models whose groups of KV layers have unequal pages, such as those with Mamba or "
+            f"linear-attention layers, only without pipeline parallelism, and there are {stages} stages"
+        )
     if options.cluster and stages > 1 and len(pages.windows) > 1:
         raise Unsupported(
             f"KvpoolConnector supports the option cluster for models with {len(pages.windows)} groups of KV layers "
