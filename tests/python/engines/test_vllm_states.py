@@ -126,3 +126,12 @@ def test_groups_with_states_are_looked_up_last_and_need_the_last_block_alone():
     tokens = np.arange(8, dtype=np.int32)
     assert kinds.part(0, "", tokens[:4], 0).namespace == ""
     assert kinds.part(0, "", tokens, 1).namespace.startswith("@1:")
+
+
+def test_a_look_up_tries_the_boundaries_at_which_states_were_saved_and_not_all(engine):
+    """A prompt may have thousands of them, and each try reads the index in the scheduler's thread."""
+    engine.run(Request("a", prompt(160)), 20 * BLOCK)
+    engine.pool.finish_all()
+    before = engine.pool.stats()
+    assert engine.run(Request("b", prompt(157) + [7])) == 80
+    assert engine.pool.stats().match_calls - before.match_calls <= 6, "two groups, looked up twice at most, and one state"

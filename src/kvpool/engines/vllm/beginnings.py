@@ -1,4 +1,4 @@
-"""Where tails begin that were found: a tail's name says where it begins, and nothing says where it ends."""
+"""Where tails begin that were found, and states that were saved: a name says where, and it takes long to try all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FACTORS: Final = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0
 
 
 class Beginnings:
-    """The names of tails. Not thread-safe.
+    """The names of tails and of states, which are tails of one block. Not thread-safe.
 
     It remembers 65,536 of them, those that were used last. The last tokens before a tail say quickly that it is not of
     a prompt; its name, which is a hash of all of them, says that it is.

@@ -118,6 +118,10 @@ class EnginePool:
         """As `Hits.tails`, of what is pinned."""
         return self._hits.tails(request_id)
 
+    def note_state(self, name: str, tokens: npt.NDArray[np.int32], begin: int) -> None:
+        """As `Hits.note_state`: a save of a state was planned."""
+        self._hits.note_state(name, tokens, begin)
+
     def rewritten(self, blocks: Iterable[int]) -> None:
         """The step computes these blocks anew."""
         self.suspects.difference_update(blocks)

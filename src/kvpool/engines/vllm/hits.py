@@ -17,6 +17,7 @@ from kvpool.engines.vllm.requests import Digests
 __all__ = ["Hit", "Hits"]
 
 _TRIED_MAX: Final = 8  # tails of a prompt, for each group
+_STATES_TRIED_MAX: Final = 32  # which were saved, and may have been evicted
 _Match: TypeAlias = "Callable[[npt.NDArray[np.int32], str], _core.Match]"
 
 
@@ -53,7 +54,8 @@ class Hits:
     """Matches by request and group. Not thread-safe.
 
     A tail ends where its prompt ended, or later, if it was saved on. Nothing in its name says where. So those that were
-    found are remembered by where they begin.
+    found are remembered by where they begin. So are states that were saved, since a look-up of each boundary of a long
+    prompt would take too long.
     """
 
     def __init__(self) -> None:
@@ -100,7 +102,22 @@ class Hits:
             for group, first in self.tails(request_id).items():
                 name = groups.part(group, namespace, tokens, first, digests).namespace
                 self._beginnings.add(name, tokens, first * groups.block_tokens)
+            for group, hit in best.hits.items():
+                if hit.state:
+                    name = groups.part(group, namespace, tokens, hit.first, digests).namespace
+                    self.note_state(name, tokens, hit.first * groups.block_tokens)
         return best.found
+
+    def note_state(self, name: str, tokens: npt.NDArray[np.int32], begin: int) -> None:
+        """A state is cached, or will be: the look-up tries it.
+
+        Args:
+            name: Its namespace.
+            tokens: Of a prompt that has it.
+            begin: At which token its block begins. The first block of a prompt is tried in any case.
+        """
+        if begin:
+            self._beginnings.add(name, tokens, begin)
 
     def tails(self, request_id: str) -> dict[int, int]:
         """At which block the tails begin that the request has: by group, of those that lack the blocks before it."""
@@ -193,9 +210,9 @@ class _Search:
         return found
 
     def _look_for_state(self, group: int, end: int) -> int:
-        """The last boundary up to `end` tokens whose state is cached."""
+        """The last boundary up to `end` tokens whose state is cached, as far as such states are remembered."""
         block_tokens = self._groups.block_tokens
-        for first in range(end // block_tokens - 1, -1, -1):
+        for first in self._remembered(group, end, end - block_tokens, _STATES_TRIED_MAX, 0):
             boundary = (first + 1) * block_tokens
             state = self._match(*self._part(group, boundary, first))
             if state.tokens == block_tokens:
@@ -214,13 +231,19 @@ class _Search:
         first = self._groups.first_needed(group, end // block_tokens)
         if first:
             yield first
+        yield from self._remembered(group, end, (first - 1) * block_tokens, _TRIED_MAX)
+
+    def _remembered(self, group: int, end: int, last: int, most: int, *more: int) -> Iterator[int]:
+        """Blocks at which tails or states of this prompt begin, from the token `last` back; then `more`."""
         tried = 0
-        for begin in self._beginnings.likely(self._tokens, (first - 1) * block_tokens):
-            if self._part(group, end, begin // block_tokens)[1] in self._beginnings:
+        for begin in self._beginnings.likely(self._tokens, last):
+            first = begin // self._groups.block_tokens
+            if self._part(group, end, first)[1] in self._beginnings:
                 tried += 1
-                yield begin // block_tokens
-            if tried == _TRIED_MAX:
+                yield first
+            if tried == most:
                 break
+        yield from more
 
     def _part(self, group: int, end: int, first: int) -> tuple[npt.NDArray[np.int32], str]:
         part = self._groups.part(group, self._namespace, self._tokens[:end], first, self._digests)

@@ -294,6 +294,7 @@ class Planner:
         if tracked.boundary != len(tokens) or blocks[last] == NULL_BLOCK:
             return []
         part = self._groups.part(group, tracked.namespace, tokens, last, tracked.digests)
+        self._engine.note_state(part.namespace, tokens, last * self._block_tokens)
         return [SavePlan(tracked.request.request_id, part.namespace, part.tokens, ids(blocks[last : last + 1]))]
 
     def _ends(self, tracked: Tracked) -> list[int]:

@@ -107,6 +107,10 @@ class SchedulerIndex:
         """As EnginePool.tails."""
         return self._hits.tails(request_id)
 
+    def note_state(self, name: str, tokens: npt.NDArray[np.int32], begin: int) -> None:
+        """As `EnginePool.note_state`: a save of a state was planned."""
+        self._hits.note_state(name, tokens, begin)
+
     def unpin(self, request_id: str) -> None:
         """As EnginePool.unpin."""
         self._hits.close(request_id)
