@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -139,6 +140,7 @@ class Pool(NetworkedPool):
         self._parallel = parallel
         self.kv_layout: KVLayout | RawLayout = layout
         self._adopted = adopted is not None
+        self._ranks_here: weakref.WeakSet[object] = weakref.WeakSet()  # whose schedulers give out blocks of this HBM
         self._block_stride = layout.block_bytes  # bytes, of the aggregated layout
         options = {name: getattr(self.settings, name) for name in _LOCAL_SETTINGS}
         with explained(layout, adopted):
@@ -303,7 +305,8 @@ class Pool(NetworkedPool):
         Args:
             keep: Whether cached blocks move to DRAM, as many as fit (the coldest are dropped, of both tiers). False:
                 they are dropped, with what continues them in DRAM.
-            timeout: Seconds to wait for blocks in use; None: the setting ``timeout_s``. 0 does not wait.
+            timeout: Seconds to wait for blocks in use; None: the setting ``timeout_s``. 0 does not wait. Copying to
+                DRAM takes as long as it takes.
             stream: As in swap_out.
 
         Returns:
@@ -313,11 +316,17 @@ class Pool(NetworkedPool):
             Busy: Blocks of HBM are still in use, as its numbers say. HBM is as before, except that some cached blocks
                 may have moved or been dropped.
             Suspended: It is suspended, or is being suspended, already.
-            StateError: The pool has no HBM.
-            Unsupported: The memory is adopted, and the setting `routes` names "ucx", which registers it with network
-                adapters: what peers write would go to the memory that was there before.
+            StateError: The pool has no HBM; or it is the memory of a rank (`RankArena.join`), whose scheduler may have
+                blocks there in use that this pool knows nothing of. Close the rank before.
+            Unsupported: The memory is adopted, or that of ranks, which may have adopted it, and the setting `routes`
+                names "ucx", which registers it with network adapters: what peers write would go to the memory that
+                was there before.
         """
-        if self._adopted and "ucx" in self.settings.routes:
+        if self._ranks_here:
+            raise StateError(
+                "HBM of this pool is the memory of a rank, whose scheduler may have blocks there in use: close the rank"
+            )
+        if (self._adopted or self._parallel is not None) and "ucx" in self.settings.routes:
             raise Unsupported(
                 "adopted memory cannot be suspended with the route ucx: network adapters keep writing to the memory "
                 "that was there when it was registered. Leave ucx out of routes"

@@ -14,7 +14,7 @@ import pytest
 from kit import BLOCK, Stamps, cached_tokens, prompt, refused, small_layout, small_pool, store
 
 import kvpool
-from kvpool import DRAM, HBM, MIXED, Pool
+from kvpool import DRAM, HBM, MIXED, Pool, _core
 
 BLOCKS = 8
 _PROTECT = ctypes.CDLL(None, use_errno=True).mprotect
@@ -273,11 +273,64 @@ def test_memory_that_network_adapters_have_registered_is_refused():
             one.pool.suspend()
 
 
-def test_what_is_cached_under_keys_in_dram_is_not_touched(one):
+def test_what_is_cached_in_dram_is_not_touched(one):
     store(one.pool, prompt(2, 1), medium=DRAM)
     one.sleep(keep=False)
     assert cached_tokens(one.pool, prompt(2, 1)) == 2 * BLOCK
     one.wake()
+
+
+def test_what_is_cached_under_keys_is_not_touched_and_can_be_read_meanwhile(one):
+    cache = _core.KeyedCache(one.pool, 2, 32)
+    keys = ("a" * 64, "b" * 64)
+    rows = np.arange(2 * cache.block_bytes, dtype=np.uint64).astype(np.uint8).reshape(2, -1)
+    assert cache.put(keys, rows) == 2
+    one.sleep(keep=False)
+    read = np.zeros_like(rows)
+    assert cache.get(keys, read) == 2
+    assert (read == rows).all()
+    mine = one.pool.stats().hbm
+    assert mine.suspended == BLOCKS
+    one.wake()
+    cache.close()
+
+
+def test_the_memory_of_a_rank_is_not_suspended_under_its_scheduler():
+    layout = small_layout()
+    with (
+        Pool(layout, hbm_blocks=8, dram_blocks=8, parallel=kvpool.ParallelConfig(tp=1), huge_pages="never") as group,
+        Pool(layout, hbm_blocks=8, dram_blocks=8, huge_pages="never") as memory,
+    ):
+        with kvpool.RankArena.join(group.ranks.export(0), memory=memory):
+            group.alloc(3)
+            with refused(memory, kvpool.StateError, "memory of a rank"):
+                memory.suspend(timeout=0)
+            with refused(group, kvpool.Busy, active=3):
+                group.suspend(timeout=0)
+        assert memory.suspend(timeout=0) == 0
+        memory.resume()
+
+
+def test_suspended_memory_joins_no_scheduler_but_for_its_dram():
+    layout = small_layout()
+    with (
+        Pool(layout, hbm_blocks=8, dram_blocks=8, parallel=kvpool.ParallelConfig(tp=1), huge_pages="never") as group,
+        Pool(layout, hbm_blocks=8, dram_blocks=8, huge_pages="never") as memory,
+    ):
+        memory.suspend(timeout=0)
+        ticket = group.ranks.export(0)
+        with pytest.raises(kvpool.StateError, match="suspended"):
+            kvpool.RankArena.join(ticket, memory=memory)
+        with kvpool.RankArena.join(ticket, memory=memory, only_dram=True):
+            memory.resume()
+            assert memory.suspend(timeout=0) == 0
+
+
+def test_a_scheduler_with_network_adapters_is_refused_since_ranks_may_have_adopted_their_memory():
+    how = {"parallel": kvpool.ParallelConfig(tp=1), "routes": ("ucx", "sock"), "huge_pages": "never"}
+    with Pool(small_layout(), hbm_blocks=8, dram_blocks=8, **how) as group:
+        with refused(group, kvpool.Unsupported, "ucx"):
+            group.suspend(timeout=0)
 
 
 def test_matches_that_come_and_go_meanwhile_lose_nothing():

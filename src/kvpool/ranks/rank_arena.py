@@ -70,6 +70,7 @@ class RankArena:
         block_dim: int = 0,
         device: str = "cpu",
         memory: Pool | None = None,
+        only_dram: bool = False,
         listen: str | None = None,
         timeout: float | None = None,
         **settings: Any,
@@ -84,7 +85,10 @@ class RankArena:
                 devices. Before a rank on a GPU sends or moves blocks it waits for all earlier work of the GPU.
             memory: Instead of `hbm`, `block_dim`, `device` and settings: a pool with this rank's part of all blocks,
                 for a worker that has memory before there is a scheduler. The rank gives peers access to that memory,
-                whatever the pool knows of its blocks, and has its settings. Close the rank before the pool.
+                whatever the pool knows of its blocks, and has its settings. Close the rank before the pool. Until then
+                the pool cannot be suspended.
+            only_dram: With `memory`: the scheduler gives out no block of HBM, because the engine allocates these and
+                tells the scheduler of none. So the pool can be suspended.
             listen: The address for ranks of peers, if they may run on other hosts: "tcp:HOST:PORT", port 0 for any. The
                 default is a Unix socket, for this host only. TCP needs a secret.
             timeout: Seconds; None: the setting ``timeout_s``.
@@ -95,7 +99,7 @@ class RankArena:
                 whose place it stands.
             PeerLost: The scheduler no longer listens, or another instance listens at its address.
             AuthError: The secrets differ.
-            StateError: The rank has already joined.
+            StateError: The rank has already joined; or `memory` is suspended.
             LayoutMismatch: Adopted tensors, or `memory`, do not hold this rank's part of as many blocks.
             OutOfMemory: The machine, or the GPU, has not enough memory.
             Unsupported: There is no such device; or this rank cannot have a requested route: "nccl" without NCCL or HBM
@@ -106,7 +110,12 @@ class RankArena:
         part = known.parallel.slices(known.layout)[known.rank]
         if memory is not None:
             _check_memory(memory, _layout_of(known, part), hbm is not None or block_dim or device != "cpu" or settings)
-            return cls(known, memory, None, _join(known, memory, listen, timeout), part)
+            if memory.suspended and not only_dram:
+                raise StateError("HBM of memory is suspended until resume()")
+            rank = cls(known, memory, None, _join(known, memory, listen, timeout), part)
+            if not only_dram:
+                memory._ranks_here.add(rank)
+            return rank
         memory = Pool(
             _layout_of(known, part),
             hbm_blocks=0 if hbm is not None else known.hbm_blocks,
@@ -220,6 +229,7 @@ class RankArena:
     def close(self) -> None:
         """Leaves the instance, which is then lost. Views of the memory stay valid. Idempotent."""
         self._node.close()
+        self._memory._ranks_here.discard(self)
         if self._blocks is not None:
             self._memory.close()
 

@@ -99,7 +99,9 @@ class WorkerPool(EnginePool):
     def _join(self, ticket: str) -> None:
         """Gives the scheduler's peers access to the blocks. Without it, they are cached all the same."""
         try:
-            self._rank = RankArena.join(ticket, memory=self.pool, listen=self._listen, timeout=_JOIN_SECONDS)
+            self._rank = RankArena.join(
+                ticket, memory=self.pool, only_dram=True, listen=self._listen, timeout=_JOIN_SECONDS
+            )
         except Error as error:
             _log.warning("this worker's blocks cannot be reached by other engines: %s", error)
         self._report.joins = 1
