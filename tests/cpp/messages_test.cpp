@@ -147,6 +147,15 @@ TEST_CASE("keys of a senseless length, a part of a key and addresses without a k
   }
 }
 
+TEST_CASE("a peer hears that a suspended pool is busy, and when to ask again") {
+  const Error got = read_error(write_error(Error(ErrorCode::kSuspended, "HBM is suspended")));
+  CHECK(got.code() == ErrorCode::kBusy);
+  CHECK(std::string(got.what()) == "HBM is suspended");
+  REQUIRE(got.fields().size() == 1);
+  CHECK(std::string(got.fields()[0].first) == "retry_after_us");
+  CHECK(got.fields()[0].second > 0);
+}
+
 TEST_CASE("an error keeps its code, its text and those fields that the reader knows") {
   const Error sent(ErrorCode::kOutOfBlocks, std::string(5000, 'x'),
                    {{"free", -1}, {"no such field", 3}, {"active", 2}});

@@ -210,6 +210,7 @@ std::size_t PromptCache::possible(MediumChoice medium) const noexcept {
 }
 
 void PromptCache::throw_out_of_blocks(std::size_t n, MediumChoice medium) const {
+  blocks_.check_open(medium);  // it may have been closed while the lock was let go of
   if (!medium.is_mixed()) blocks_.space().check_growth(blocks_, static_cast<Medium>(medium.code()), n);
   std::string text = std::to_string(n) + " blocks of " + medium.name() + " asked for";
   std::int64_t free = 0;

@@ -17,6 +17,8 @@ constexpr std::array kFieldNames = {
     "blocks_max",     "maximum",  "value",       "driver_code",  "nccl_code", "begin",  "end",       "block",
     "layer",          "layers",   "query_tokens"};
 
+constexpr std::int64_t kSuspendedRetryAfterUs = 100'000;  // nobody knows when the engine wakes
+
 enum ReserveBit : std::uint8_t { kMayEvict = 1, kInsert = 2, kOneSided = 4 };
 enum CompleteBit : std::uint8_t { kHasPrivate = 1, kHasChecksum = 2, kInserts = 4 };
 
@@ -290,12 +292,13 @@ std::vector<Address> read_addresses(std::span<const std::byte> bytes) {
 }
 
 Bytes write_error(const Error& error) {
+  if (error.code() == ErrorCode::kSuspended) {  // to a peer one of the reasons to try again later
+    return write_error(Error(ErrorCode::kBusy, error.what(), {{"retry_after_us", kSuspendedRetryAfterUs}}));
+  }
   Bytes out;
   WireWriter writer(out);
   const std::size_t fields = std::min(error.fields().size(), kErrorFieldsMax);
-  // To a peer it is one of the reasons to try again later.
-  const ErrorCode told = error.code() == ErrorCode::kSuspended ? ErrorCode::kBusy : error.code();
-  writer.number(static_cast<std::uint8_t>(told))
+  writer.number(static_cast<std::uint8_t>(error.code()))
       .text(std::string_view(error.what()).substr(0, kErrorTextMax))
       .number(static_cast<std::uint8_t>(fields));
   for (std::size_t i = 0; i < fields; ++i) {

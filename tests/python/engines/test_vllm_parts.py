@@ -134,7 +134,12 @@ def test_the_bytes_of_pages_are_the_memory_of_all_their_tensors():
     halves = attention.view(6, 128)  # as for attention kernels that take smaller blocks
     assert raw_pages(pages, halves).data_ptr() == attention.data_ptr()
     assert raw_pages(pages, halves).shape == (3, 1024)
-    for wrong in (attention[:2], attention.view(6, 128)[:5], attention.view(3, 256)[:, :128].contiguous(), attention.permute(1, 0, 2)):
+    for wrong in (
+        attention[:2],
+        attention.view(6, 128)[:5],
+        attention.view(3, 256)[:, :128].contiguous(),
+        attention.permute(1, 0, 2),
+    ):
         with pytest.raises(kvpool.LayoutMismatch, match="one after another"):
             raw_pages(pages, wrong)
 

@@ -133,5 +133,7 @@ def test_a_look_up_tries_the_boundaries_at_which_states_were_saved_and_not_all(e
     engine.run(Request("a", prompt(160)), 20 * BLOCK)
     engine.pool.finish_all()
     before = engine.pool.stats()
-    assert engine.run(Request("b", prompt(157) + [7])) == 80
-    assert engine.pool.stats().match_calls - before.match_calls <= 6, "two groups, looked up twice at most, and one state"
+    assert engine.run(Request("b", [*prompt(157), 7])) == 80
+    assert engine.pool.stats().match_calls - before.match_calls <= 6, (
+        "two groups, looked up twice at most, and one state"
+    )

@@ -53,8 +53,9 @@ def test_peers_hear_busy_where_they_want_hbm_and_reach_dram_as_before(pair):
     one.sleep()
     with pytest.raises(kvpool.Busy, match="suspended"):
         sends(peer, HBM, name=3)
-    with pytest.raises(kvpool.Busy, match="suspended"):
+    with pytest.raises(kvpool.Busy, match="suspended") as caught:
         peer("pool.alloc(1, instance='sleeper')")
+    assert caught.value.retry_after_us > 0
     sends(peer, DRAM, name=4)
     assert cached_tokens(one.pool, prompt(2, 4)) == 2 * BLOCK
     found = peer(
@@ -109,3 +110,37 @@ def test_a_fetch_into_hbm_is_refused_and_one_into_dram_arrives(pair):
     one.wake()
     got = one.pool.fetch("peer", addrs, timeout=20).wait()
     assert kvpool.decode_address(got.addrs[0]).medium == HBM
+
+
+@pytest.mark.parametrize("how", ["cancelled", "expired"])
+def test_a_transfer_that_has_ended_early_writes_nothing_to_memory_that_sleeps_or_has_woken(pair, how):
+    one, peer = pair
+    peer(
+        "stream = pool.transfer('sleeper', mine, layerwise=True, timeout=timeout)\nstream.send_layer(0)",
+        timeout=60 if how == "cancelled" else 1,
+    )
+    if how == "cancelled":
+        eventually(lambda: one.pool.stats().hbm.reserved == 2)
+        with refused(one.pool, kvpool.Busy, reserved=2):
+            one.sleep()
+        peer("stream.transfer.cancel()")
+    eventually(lambda: one.pool.stats().hbm.free == 8)
+    one.sleep()
+    late = "try: stream.send_layer(1)\nexcept kvpool.Error as error: told = type(error).__name__\nelse: told = ''"
+    peer(late)
+    peer("stream.transfer.exception(60)")
+    one.wake()
+    peer(late)
+    assert all(np.isnan(tensor).all() for tensor in one.memory.tensors)
+
+
+def test_a_write_to_a_block_that_was_given_back_does_not_land(pair):
+    one, peer = pair
+    peer("lent = pool.alloc(2, instance='sleeper')\npool.free(lent)")
+    one.sleep()
+    with pytest.raises(kvpool.Error):
+        peer("pool.transfer('sleeper', mine, to=lent).wait()")
+    one.wake()
+    with pytest.raises(kvpool.Error):
+        peer("pool.transfer('sleeper', mine, to=lent).wait()")
+    assert all(np.isnan(tensor).all() for tensor in one.memory.tensors)
