@@ -62,4 +62,11 @@ CACHE_BUGS: Final = (
         in_cpp("blocks/cache_blocks_suspend.cpp", "use.read += readers > 0 ? 1 : 0", "use.read += 0 * readers"),
         ("suspend_test.cpp",),
     ),
+    Bug(
+        "asleep-is-no-error",
+        "transfer",
+        "a peer that asks a suspended pool for HBM gets a code that it does not know, and disconnects",
+        in_cpp("transfer/messages.cpp", "if (error.code() == ErrorCode::kSuspended) {", "if (false) {"),
+        ("messages_test.cpp",),
+    ),
 )

@@ -22,6 +22,18 @@ _GROUP_MEMBERS: Final = (
 
 ENGINES_BUGS: Final = (
     Bug(
+        "unmapped-before-it-sleeps",
+        "engines",
+        "copies still read and write vLLM's blocks while it unmaps them: the process dies",
+        in_python(
+            "engines/vllm/sleeping.py",
+            "        with _asleep():\n            super().suspend(level)\n",
+            "        super().suspend(level)\n        with _asleep():\n            pass\n",
+        ),
+        ("python/engines/test_vllm_sleeping.py",),
+        build="python",
+    ),
+    Bug(
         "load-before-its-save",
         "engines",
         "a worker loads blocks that it is still saving",
