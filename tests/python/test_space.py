@@ -306,3 +306,59 @@ def test_mixed_blocks_go_to_dram_when_others_reserve_hbm(space):
     a = space.load("a", layout(3))
     space.load("b", layout(4), reserve=20 * UNIT)
     assert kvpool.media(a.alloc(5, medium=MIXED)).tolist() == [HBM] + [DRAM] * 4
+
+
+# --- what is refused changes nothing ---
+
+
+@pytest.mark.parametrize("reserve", [1 << 59, 25 * UNIT, "1TiB"])
+def test_a_reserve_above_the_capacity_is_refused_in_a_full_space_too(reserve):
+    with space_of(models_max=2) as space:
+        space.load("a", layout(1))
+        with pytest.raises(kvpool.ArgumentError):
+            space.set_quota("a", reserve=reserve)
+        b = space.load("b", layout(1))
+        for _ in range(2):
+            with pytest.raises(kvpool.ArgumentError) as refused:
+                space.load("c", layout(1), reserve=reserve)
+            assert refused.value.capacity == 24
+        with pytest.raises(kvpool.ArgumentError):
+            space.load("c", layout(1), dram_reserve=reserve)
+        assert space.models == ("a", "b")
+        assert len(b.alloc(24)) == 24
+
+
+def test_a_load_that_is_refused_registers_no_model(space):
+    a = space.load("a", layout(1), reserve=4 * UNIT)
+    addrs = a.alloc(20)
+    with pytest.raises(kvpool.OutOfQuota):
+        space.load("b", layout(1), reserve=8 * UNIT)
+    assert space.models == ("a",)
+    a.free(addrs)
+    space.load("b", layout(1), reserve=8 * UNIT)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"settings": 3}, kvpool.ArgumentTypeError),
+        ({"backlog": [1]}, kvpool.ArgumentTypeError),
+        ({"backlog": {"a": True}}, kvpool.ArgumentTypeError),
+        ({"backlog": {"a": -1}}, kvpool.ArgumentError),
+        ({"backlog": {3: 1}}, kvpool.ArgumentTypeError),
+    ],
+)
+def test_adapt_refuses_what_is_no_backlog_and_no_settings(space, arguments, error):
+    space.load("a", layout(1))
+    before = space.quotas()
+    with pytest.raises(error):
+        space.adapt(**arguments)
+    assert space.quotas() == before
+
+
+@pytest.mark.parametrize("blocks", [1 << 80, 1 << 1100], ids=["80 bits", "1100 bits"])
+def test_a_backlog_above_the_capacity_counts_as_the_capacity(space, blocks):
+    space.load("a", layout(1))
+    space.load("b", layout(1))
+    space.adapt({"a": blocks, "b": 24}, elapsed_s=1000.0)
+    assert space.quotas()["a"].hbm.quota == space.quotas()["b"].hbm.quota == 12 * UNIT

@@ -209,3 +209,67 @@ def test_models_of_a_space_are_members_of_a_cluster_each_and_send_blocks(url):  
     finally:
         for cluster in clusters:
             cluster.close()
+
+
+# --- pools that were closed ---
+
+
+def test_a_closed_pool_gets_no_quotas_and_leaves_its_reserve_to_others(space):
+    a = space.load("a", layout(1), reserve=16 * UNIT)
+    a.close()
+    for change in ({"weight": 2.0}, {"reserve": 16 * UNIT}):
+        with pytest.raises(kvpool.StateError):
+            space.set_quota("a", **change)
+    assert space.quotas()["a"].hbm.reserve == 0
+    b = space.load("b", layout(1), reserve=16 * UNIT)
+    space.adapt()
+    assert space.quotas()["a"].hbm.quota == 0
+    assert len(b.alloc(24)) == 24
+
+
+def test_a_kept_model_whose_pool_was_closed_gets_a_new_one(space):
+    a = space.load("a", layout(1))
+    fill(a, 3)
+    space.unload("a", keep="dram")
+    a.close()
+    b = space.load("a", layout(2), reserve=8 * UNIT)
+    assert b is not a
+    assert len(b.alloc(4)) == 4
+    assert space.models == ("a",)
+
+
+def test_a_kept_pool_keeps_its_settings_and_others_are_refused(space):
+    a = space.load("a", layout(1), policy="fifo")
+    space.unload("a", keep="dram")
+    with pytest.raises(kvpool.ArgumentError, match="policy"):
+        space.load("a", layout(1), policy="lru")
+    assert space.quotas()["a"].kept
+    assert space.load("a", layout(1), policy="fifo") is a
+
+
+@pytest.mark.parametrize("keep", ["dram", "none"])
+def test_a_space_that_is_closed_ends_an_unload(keep):
+    space = space_of()
+    a = space.load("a", layout(1))
+    addrs = a.alloc(2)
+    failed: list[Exception] = []
+
+    def unload() -> None:
+        try:
+            space.unload("a", keep=keep)
+        except Exception as error:
+            failed.append(error)
+
+    worker = threading.Thread(target=unload)
+    worker.start()
+    for _ in range(2000):  # until it has begun
+        try:
+            a.free(a.alloc(1))
+            time.sleep(0.001)
+        except kvpool.OutOfQuota:
+            break
+    space.close()
+    worker.join(20)
+    assert not worker.is_alive()
+    assert failed == []
+    assert len(addrs) == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Final
 
-from kvpool.errors import DeadlineExceeded
+from kvpool.errors import ClosedError, DeadlineExceeded
 from kvpool.space.model import Model
 from kvpool.types import HBM
 
@@ -15,13 +15,16 @@ _POLL_S: Final = 0.002
 
 
 def drained(name: str, model: Model, deadline: float) -> None:
-    """Waits until nothing of the model is in use. The core gives it no more blocks and pins meanwhile.
+    """Waits until nothing of the model is in use, or its pool is closed. It gets no more blocks and pins meanwhile.
 
     Raises:
         DeadlineExceeded: Something is still in use at this time of the monotonic clock.
     """
     while not model.pool.closed:
-        stats = model.pool.stats()
+        try:
+            stats = model.pool.stats()
+        except ClosedError:
+            return
         tiers = (stats.hbm, stats.dram)
         active = sum(tier.active for tier in tiers)
         pinned = sum(tier.pinned for tier in tiers)
@@ -35,8 +38,20 @@ def drained(name: str, model: Model, deadline: float) -> None:
         time.sleep(_POLL_S)
 
 
-def keep_in_dram(model: Model) -> None:
-    """Moves what was used last to DRAM, as much as has room there, and drops the rest of HBM's cache."""
+def keep_in_dram(model: Model) -> bool:
+    """Moves what was used last to DRAM, as much as has room there, and drops the rest of HBM's cache.
+
+    Returns:
+        Whether the pool is still there. It may have been closed, with its cache.
+    """
+    try:
+        _keep_warmest(model)
+    except ClosedError:
+        return False
+    return not model.pool.closed
+
+
+def _keep_warmest(model: Model) -> None:
     pool = model.pool
     stats = pool.stats()
     limit = model.rules["dram"].limit

@@ -51,6 +51,11 @@ class Model:
     state: Literal["loaded", "leaving", "kept"] = "loaded"
 
     @property
+    def has_quotas(self) -> bool:
+        """Whether it may have anything: not when only its cache is kept, nor when its pool was closed."""
+        return self.state != "kept" and not self.pool.closed
+
+    @property
     def block_units(self) -> int:
         """Units of a block."""
         return -(-self.layout.block_bytes // self.unit)

@@ -44,7 +44,7 @@ class Targets:
         """Adapts to what the models use now, and to their backlogs, in units. Sets all quotas at once."""
         now = time.monotonic()
         elapsed = now - self._seen_at if elapsed_s is None else elapsed_s
-        loaded = {name: model for name, model in models.items() if model.state != "kept"}
+        loaded = {name: model for name, model in models.items() if model.has_quotas}
         found: dict[Tier, Quotas] = {}
         for tier, (capacity, uses) in zip(TIERS, self._core._tiers(), strict=True):
             rules: dict[str, QuotaRule] = {name: model.rules[tier] for name, model in loaded.items()}

@@ -23,7 +23,7 @@ from kvpool.errors import (
 from kvpool.policy.multiplexing import Adaptation, QuotaRule
 from kvpool.pool import Pool
 from kvpool.space.leaving import drained, keep_in_dram
-from kvpool.space.model import Model, ModelPool, Rules, check_name, rule_of
+from kvpool.space.model import TIERS, Model, ModelPool, Rules, check_name, rule_of
 from kvpool.space.quotas import Targets
 from kvpool.space.records import ModelQuota, SpaceStats, SpaceTier, tier_quota
 from kvpool.space.units import bytes_from, padding, unit_from
@@ -46,14 +46,16 @@ class Space:
     use the same bytes, and no model has memory that others cannot use. What a model may have is set by its quotas
     (docs/how-to/many-models.md), which C++ enforces at every allocation:
 
-    - The sum over models of max(active, reserve) never exceeds the capacity. So evicting prompt caches is always
-      enough to give a model its reserve, and nothing active is ever taken.
+    - The sum over models of max(active, reserve) never exceeds the capacity. So evicting prompt caches always frees
+      enough units for a model's reserve, and nothing active is ever taken. Its blocks also need places: where others
+      have smaller active blocks in every place, a model with larger blocks cannot reach its reserve until they end.
     - An allocation takes what is free; then what neighbours have cached beyond their quotas, the one furthest beyond
       first; then the model's own cache; then neighbours' caches down to their reserves. From HBM, blocks go to DRAM as
       far as their owner's quota there allows, and are dropped otherwise. If the quotas do not admit it, it raises
       OutOfQuota.
 
-    Thread-safe. A method that raises has changed nothing. A space belongs to the process that made it: in a child of
+    Thread-safe. A method that raises has changed nothing, except that an allocation which fails for want of places
+    may have dropped caches of any model, down to reserves. A space belongs to the process that made it: in a child of
     `fork` every method raises ForkError, and close() does nothing. Use it in a ``with``, or call ``close()``.
 
     Args:
@@ -139,7 +141,8 @@ class Space:
     ) -> Pool:
         """Makes a model's pool.
 
-        A model whose cache `unload` has kept gets its pool back, with that cache, if the layout is the same.
+        A model whose cache `unload` has kept gets its pool back, with that cache, if the layout is the same. If that
+        pool was closed meanwhile, the model gets a new one.
 
         Args:
             name: Of the model, for this space, its errors and its statistics.
@@ -150,7 +153,7 @@ class Space:
             dram_reserve: As `reserve`, of DRAM.
             dram_limit: As `limit`, of DRAM.
             allow_waste: Accept a layout whose blocks leave more than 5 % of their units empty.
-            **settings: Fields of kvpool.Settings for this pool, above those of the space.
+            **settings: Fields of kvpool.Settings for this pool, above those of the space. Those of a kept pool stay.
 
         Returns:
             A Pool with all verbs, for this model alone: a separate instance in a cluster. Addresses of another
@@ -159,7 +162,8 @@ class Space:
 
         Raises:
             ArgumentError: The name is taken, a size or weight is wrong, the reserve is above the limit, or the
-                reserves together exceed the capacity; the layout is discrete, wastes too much, or does not fit.
+                reserves together exceed the capacity; the layout is discrete, wastes too much, or does not fit; a
+                setting differs from that of the pool that is kept.
             OutOfQuota: The reserve does not fit beside what other models have active now.
             LayoutMismatch: The model's cache is kept with another layout.
             StateError: The space has `models_max` models.
@@ -187,24 +191,33 @@ class Space:
         with self._lock:
             self._check_open()
             kept = self._models.get(name)
-            if kept is not None:
-                return self._revive(name, kept, layout, rules)
+            if kept is not None and kept.state != "kept":
+                raise ArgumentError(f"the space has a model {name!r} already")
+            if kept is not None and not kept.pool.closed:
+                return self._revive(name, kept, layout, rules, {field: getattr(own, field) for field in settings})
+            self._check_reserves(name, rules)
             pool = ModelPool(self._core, layout, own, self.unit_bytes)
             model = Model(pool, pool._space_number, layout, self.unit_bytes, rules)
             try:
                 self._set_rules(name, model, rules)
+                self._models[name] = model  # instead of one that was kept, and whose pool was closed
+                self._follow()
             except BaseException:
+                self._models.pop(name, None)
                 pool.close()
                 raise
-            self._models[name] = model
-            self._follow()
             return pool
 
-    def _revive(self, name: str, model: Model, layout: KVLayout | RawLayout, rules: Rules) -> Pool:
-        if model.state != "kept":
-            raise ArgumentError(f"the space has a model {name!r} already")
+    def _revive(
+        self, name: str, model: Model, layout: KVLayout | RawLayout, rules: Rules, settings: Mapping[str, object]
+    ) -> Pool:
+        first = f"unload {name!r} with keep='none' first"
         if model.layout != layout:
-            raise LayoutMismatch(f"the cache of {name!r} is kept with another layout: unload it with keep='none' first")
+            raise LayoutMismatch(f"the cache of {name!r} is kept with another layout: {first}")
+        for field, value in settings.items():
+            if getattr(model.pool.settings, field) != value:
+                was = shown(getattr(model.pool.settings, field))
+                raise ArgumentError(f"the pool of {name!r} is kept with {field}={was}, not {shown(value)}: {first}")
         self._set_rules(name, model, rules)
         model.rules = rules
         model.state = "loaded"
@@ -216,13 +229,14 @@ class Space:
         """Ends a model. Its memory is free for the others.
 
         Waits until nothing of the model is in use. Meanwhile it may have no more blocks: alloc raises OutOfQuota, and
-        match finds only what is pinned already. Then its pool leaves its cluster and is closed.
+        match finds only what is pinned already. Then, unless its cache is kept, its pool leaves its cluster and is
+        closed. A model whose pool is closed meanwhile, alone or with the space, is unloaded without its cache.
 
         Args:
             name: Of the model.
             keep: "none": its prompt cache is dropped. "dram": what was used last, as much as has room in DRAM, stays
-                there, without a reserve, until `load` or until others need the room. The pool is not closed: load
-                returns it again.
+                there, without a reserve, until `load` or until others need the room. The pool is not closed, and stays
+                in its cluster: load returns it again.
             drain: Seconds to wait.
 
         Raises:
@@ -244,10 +258,8 @@ class Space:
             self._core._hold(model.number, held=True)
         try:
             drained(name, model, time.monotonic() + seconds)
-            stays = keep == "dram" and not model.pool.closed
-            if stays:
-                keep_in_dram(model)
-            else:
+            stays = keep == "dram" and keep_in_dram(model)
+            if not stays:
                 model.pool.close()  # drops its cache
         except BaseException:
             with self._lock:
@@ -256,9 +268,13 @@ class Space:
             raise
         with self._lock:
             if stays:
-                model.state = "kept"
                 nothing, limit = QuotaRule(0, None, 1.0), QuotaRule(0, model.rules["dram"].limit, 1.0)
-                self._set_rules(name, model, {"hbm": nothing, "dram": limit})
+                try:
+                    self._set_rules(name, model, {"hbm": nothing, "dram": limit})
+                except StateError:  # it was closed just now
+                    stays = False
+            if stays:
+                model.state = "kept"
             else:
                 self._models.pop(name, None)
             if not self._closed:
@@ -291,6 +307,7 @@ class Space:
 
         Raises:
             ArgumentError, OutOfQuota, ArgumentTypeError, ClosedError: As `load`; or no model has the name.
+            StateError: The model is unloaded, or its pool was closed.
         """
         self._check_open()
         with self._lock:
@@ -298,6 +315,8 @@ class Space:
             units, old = model.block_units, model.rules
             if model.state == "kept":
                 raise StateError(f"{name!r} is unloaded: load it with its quotas")
+            if model.pool.closed:
+                raise StateError(f"the pool of {name!r} is closed: unload it, and load it again")
             share = old["hbm"].weight if weight is _SAME else weight
             rules: Rules = {
                 "hbm": self._changed(old["hbm"], reserve, limit, share, units, "HBM"),
@@ -330,7 +349,8 @@ class Space:
         that comes late breaks no guarantee.
 
         Args:
-            backlog: By name of model, how many HBM blocks its waiting requests ask for.
+            backlog: By name of model, how many HBM blocks its waiting requests ask for. More than the capacity counts
+                as the capacity.
             elapsed_s: Seconds since the last call; None: by the clock.
             settings: Half-life and hysteresis.
 
@@ -341,14 +361,20 @@ class Space:
         waiting = {}
         if elapsed_s is not None:
             elapsed_s = seconds_from(elapsed_s, "elapsed_s")
+        if settings is not None and not isinstance(settings, Adaptation):
+            raise ArgumentTypeError(f"settings must be an Adaptation, not {type(settings).__name__}")
+        if backlog is not None and not isinstance(backlog, Mapping):
+            raise ArgumentTypeError(f"backlog must be a mapping, not {type(backlog).__name__}")
         self._check_open()
         with self._lock:
             self._check_open()
+            (in_hbm, _), _ = self._core._tiers()
             for name, blocks in (backlog or {}).items():
                 model = self._model(name)
-                if model.state == "kept" or int_from(blocks, f"the backlog of {name!r}") < 0:
+                number = int_from(blocks, f"the backlog of {name!r}")
+                if not model.has_quotas or number < 0:
                     raise ArgumentError(f"the backlog of {name!r} is {shown(blocks)} blocks, or it is unloaded")
-                waiting[name] = int(blocks) * model.block_units
+                waiting[name] = min(number * model.block_units, in_hbm)
             self._targets.follow(self._models, waiting, elapsed_s, settings)
 
     def quotas(self) -> dict[str, ModelQuota]:
@@ -369,7 +395,21 @@ class Space:
                 for name, model in self._models.items()
             }
 
+    def _check_reserves(self, name: str, rules: Rules, number: int | None = None) -> None:
+        """Raises ArgumentError if the reserves would exceed a capacity. `number`: of a model that has rules."""
+        for tier, (capacity, uses) in zip(TIERS, self._core._tiers(), strict=True):
+            others = sum(use[0] for at, use in enumerate(uses) if at != number)
+            reserve = rules[tier].reserve
+            if reserve + others > capacity:
+                raise ArgumentError(
+                    f"{name!r}: a reserve of {reserve} units of {tier.upper()} does not fit beside the {others} that "
+                    f"others have reserved, of {capacity}",
+                    reserve=reserve,
+                    capacity=capacity,
+                )
+
     def _set_rules(self, name: str, model: Model, rules: Rules) -> None:
+        self._check_reserves(name, rules, model.number)
         (in_hbm, _), (in_dram, _) = self._core._tiers()
         numbers = []
         for tier, capacity in (("hbm", in_hbm), ("dram", in_dram)):
