@@ -72,6 +72,7 @@ std::shared_ptr<SharedSpace> make_space(std::size_t unit_bytes, std::uint32_t hb
 // One moment of both media: [(capacity, rules and uses by number)].
 std::vector<TierNumbers> tiers(const SharedSpace& shared) {
   std::vector<TierNumbers> both;
+  const GilReleased released;
   const SpaceLock lock = shared.space().lock();
   for (const Medium medium : {Medium::kHbm, Medium::kDram}) {
     const QuotaTier tier = shared.space().quota_tier(medium);
@@ -89,6 +90,7 @@ py::dict counts(const SharedSpace& shared, py::handle medium_argument) {
   UnitCounts units;
   std::uint32_t largest = 0;
   {
+    const GilReleased released;
     const SpaceLock lock = shared.space().lock();
     units = shared.space().counts(medium);
     largest = shared.space().longest_free(medium);
@@ -109,6 +111,7 @@ void set_rules(const SharedSpace& shared, std::uint32_t number, const std::strin
   MediumMap<QuotaRule> rules{};
   rules[Medium::kHbm] = rule_from(hbm);
   rules[Medium::kDram] = rule_from(dram);
+  const GilReleased released;
   const SpaceLock lock = shared.space().lock();
   shared.space().set_rules(number, rules, model);
 }
@@ -116,6 +119,7 @@ void set_rules(const SharedSpace& shared, std::uint32_t number, const std::strin
 // All at once, so that their sum is at no time another one.
 void set_quotas(const SharedSpace& shared,
                 const std::vector<std::tuple<std::uint32_t, std::uint32_t, std::uint32_t>>& quotas) {
+  const GilReleased released;
   const SpaceLock lock = shared.space().lock();
   for (const auto& [number, hbm, dram] : quotas) {
     shared.space().set_quota(number, Medium::kHbm, hbm);
@@ -135,6 +139,7 @@ void bind_space(py::module_& module) {
       .def(
           "_hold",
           [](const SharedSpace& shared, std::uint32_t number, bool held) {
+            const GilReleased released;
             const SpaceLock lock = shared.space().lock();
             shared.space().hold_growth(number, held);
           },

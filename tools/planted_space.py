@@ -26,9 +26,63 @@ SPACE_BUGS: Final = (
         "a match pins what others' reserves need, and they cannot be restored (Z4)",
         in_cpp(
             "pool/cache_quotas.cpp",
-            "return hit.pages == 0 || !overdrawn_since(before, {}, /*also_moving=*/true);",
-            "return hit.pages == 0 || before.evictable[Medium::kDisk] == 0;",
+            "return hit.pages == 0 || !overdrawn_since(before, {});",
+            "return hit.pages == 0 || before.blocks[Medium::kDisk] == 0;",
         ),
+        _QUOTAS,
+    ),
+    Bug(
+        "pinned-move-counts-as-historical",
+        "index",
+        "a block that is pinned on its way to DRAM is still promised to others (Z4)",
+        in_cpp(
+            "index/prompt_index.cpp",
+            "    if (node->payload.held) held_of(node->payload.value_class) -= node->pages;\n",
+            "",
+        ),
+        _QUOTAS,
+    ),
+    Bug(
+        "moved-blocks-pinned-unchecked",
+        "pool",
+        "an insertion or a swap in pins blocks on their way to DRAM that others' reserves need (Z4)",
+        in_cpp(
+            "pool/cache_quotas.cpp",
+            "before.blocks[medium] = pinnable(medium);",
+            "before.blocks[medium] = evictable(medium);",
+        ),
+        _QUOTAS,
+    ),
+    Bug(
+        "closed-pool-keeps-what-was-pinned",
+        "pool",
+        "the cache that was pinned when its pool was closed is out of everybody's reach for ever",
+        in_cpp("pool/prompt_cache.cpp", "index_.unpin(pins[i]);\n  drop_if_ended();\n", "index_.unpin(pins[i]);\n"),
+        _QUOTAS,
+    ),
+    Bug(
+        "closed-pool-gets-rules",
+        "blocks",
+        "a model whose pool was closed gets a reserve that it can never use",
+        in_cpp(
+            "blocks/space_quotas.cpp",
+            "  if (seats_[number].ended) {",
+            "  if (seats_[number].held && seats_[number].ended) {",
+        ),
+        _QUOTAS,
+    ),
+    Bug(
+        "ended-pool-still-makes-room",
+        "pool",
+        "a thread that makes room evicts from a pool that is gone",
+        in_cpp("pool/pool.cpp", "  if (reclaimer_ != nullptr) reclaimer_->leave(blocks_->number());\n", ""),
+        _QUOTAS,
+    ),
+    Bug(
+        "caches-dropped-before-places-are-counted",
+        "pool",
+        "an allocation that can find no places drops other models' caches",
+        in_cpp("pool/space_reclaimer.cpp", "bool places_counted = false;", "bool places_counted = true;"),
         _QUOTAS,
     ),
     Bug(
@@ -86,6 +140,18 @@ SPACE_BUGS: Final = (
             "space/quotas.py", "for name, model in models.items()]\n", "for name, model in [*models.items()][:-1]]\n"
         ),
         _SPACE,
+        build="python",
+    ),
+    Bug(
+        "closed-pools-follow",
+        "space",
+        "the reserve of a closed pool makes every later load fail, and the model is registered all the same",
+        in_python(
+            "space/model.py",
+            'return self.state != "kept" and not self.pool.closed',
+            'return self.state != "kept"',
+        ),
+        _END,
         build="python",
     ),
     Bug(

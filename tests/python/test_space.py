@@ -362,3 +362,19 @@ def test_a_backlog_above_the_capacity_counts_as_the_capacity(space, blocks):
     space.load("b", layout(1))
     space.adapt({"a": blocks, "b": 24}, elapsed_s=1000.0)
     assert space.quotas()["a"].hbm.quota == space.quotas()["b"].hbm.quota == 12 * UNIT
+
+
+def test_an_allocation_that_finds_no_places_drops_no_caches(space):
+    a = space.load("a", layout(1))
+    addrs = a.alloc(24)
+    holds = [a.insert(prompt(1, at + 1), addrs[at : at + 1]) for at in range(24)]
+    for at, hold in enumerate(holds):
+        if kvpool.block_ids(addrs)[at] % 8:
+            hold.close()  # one in each place stays
+    b = space.load("b", layout(8))
+    with pytest.raises(kvpool.OutOfBlocks) as refused:
+        b.alloc(1)
+    assert refused.value.fragmented
+    assert space.quotas()["a"].hbm.cached == 21 * UNIT
+    for hold in holds:
+        hold.close()

@@ -214,6 +214,18 @@ def test_models_of_a_space_are_members_of_a_cluster_each_and_send_blocks(url):  
 # --- pools that were closed ---
 
 
+def test_the_cache_of_a_closed_pool_goes_with_the_last_match(space):
+    a, b = space.load("a", layout(1)), space.load("b", layout(1), reserve=4 * UNIT)
+    addrs = a.alloc(20)
+    holds = [a.insert(prompt(1, at + 1), addrs[at : at + 1]) for at in range(20)]
+    a.close()
+    assert space.quotas()["a"].hbm.active == 20 * UNIT
+    for hold in holds:
+        hold.close()
+    assert space.stats().hbm.free == 24 * UNIT
+    assert len(b.alloc(24)) == 24
+
+
 def test_a_closed_pool_gets_no_quotas_and_leaves_its_reserve_to_others(space):
     a = space.load("a", layout(1), reserve=16 * UNIT)
     a.close()
@@ -225,6 +237,14 @@ def test_a_closed_pool_gets_no_quotas_and_leaves_its_reserve_to_others(space):
     space.adapt()
     assert space.quotas()["a"].hbm.quota == 0
     assert len(b.alloc(24)) == 24
+
+
+def test_the_core_gives_a_closed_pool_no_rules(space):
+    a = space.load("a", layout(1))
+    a.close()
+    with pytest.raises(kvpool.StateError):
+        space._core._set_rules(a._space_number, "a", (8, 24, 0), (0, 12, 0))
+    assert space.quotas()["a"].hbm.reserve == 0
 
 
 def test_a_kept_model_whose_pool_was_closed_gets_a_new_one(space):

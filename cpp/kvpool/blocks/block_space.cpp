@@ -77,6 +77,7 @@ void BlockSpace::leave(CacheBlocks& cache) noexcept {
   seat.cache = nullptr;
   seat.rules = {};
   seat.held = false;
+  seat.ended = false;
   for (const Medium medium : kMedia) {
     seat.next_generation[medium] = std::max(seat.next_generation[medium], cache.generation_after(medium));
     cache.for_each_owned(medium, [&](std::uint32_t block, bool reusable) {

@@ -19,8 +19,8 @@
 //   Z3  No two caches of a space give out the same address, now or later: their ranges of generations are disjoint.
 //
 //   Z4  With quotas: the sum over caches of max(active, reserve), and of units that closed caches left, is at most the
-//       capacity, for each medium. Not active are historical blocks, blocks that are moved, and those that were freed
-//       and wait for their readers.
+//       capacity, for each medium. Not active are historical blocks that nobody pins, also while they are moved, the
+//       destinations of such moves, and blocks that were freed and wait for their readers.
 //
 // Locks: lock() guards the space, its caches' blocks and the prompts over them, since almost every verb changes both at
 // once. It is held for microseconds: never while bytes are copied, never while waiting for Python. A thread that holds
@@ -107,9 +107,14 @@ class BlockSpace {
   void enforce_quotas() noexcept { has_quotas_ = true; }
   bool has_quotas() const noexcept { return has_quotas_; }
   // The rules of a cache in each medium. Throws kArgument when the reserves exceed the capacity or a limit is below its
-  // reserve, and kOutOfBlocks (kQuota) when a reserve does not fit beside what others have active now.
+  // reserve, and kOutOfBlocks (kQuota) when a reserve does not fit beside what others have active now, and kState after
+  // end_rules().
   void set_rules(std::uint32_t number, const MediumMap<QuotaRule>& rules, std::string model);
-  void end_rules(std::uint32_t number) noexcept { seats_[number].rules = {}; }
+  // For good: the cache may have nothing any more.
+  void end_rules(std::uint32_t number) noexcept {
+    seats_[number].rules = {};
+    seats_[number].ended = true;
+  }
   // Sets targets alone. Those of other caches stay.
   void set_quota(std::uint32_t number, Medium medium, std::uint32_t units) noexcept {
     seats_[number].rules[medium].quota = units;
@@ -117,15 +122,14 @@ class BlockSpace {
   // While it is held, a cache may have no more active units than it has.
   void hold_growth(std::uint32_t number, bool held) noexcept { seats_[number].held = held; }
   bool holds_growth(std::uint32_t number) const noexcept { return seats_[number].held; }
-  // What every cache may have and has. `moving_is_active`: counts blocks that are being moved as active, since a match
-  // may pin them.
-  QuotaTier quota_tier(Medium medium, bool moving_is_active = false) const noexcept;
+  // What every cache may have and has.
+  QuotaTier quota_tier(Medium medium) const noexcept;
   // How many more blocks the cache may take: active ones, which its limit, others' reserves and what is active leave;
   // historical ones, which its limit leaves. REQUIRES: has_quotas().
   std::size_t may_take(const CacheBlocks& cache, Medium medium) const noexcept;
   std::size_t may_cache(const CacheBlocks& cache, Medium medium) const noexcept;
   // Whether Z4 is broken, so that what was done last has to be undone.
-  bool overdrawn(const CacheBlocks& cache, MediumMap<std::uint32_t> freed_soon, bool moving_is_active) const noexcept;
+  bool overdrawn(const CacheBlocks& cache, MediumMap<std::uint32_t> freed_soon) const noexcept;
   // Throws kOutOfBlocks (kQuota) unless the quotas, if there are any, admit n more active blocks.
   void check_growth(const CacheBlocks& cache, Medium medium, std::size_t n) const;
   [[noreturn]] void throw_out_of_quota(const CacheBlocks& cache, Medium medium, std::uint64_t units,
@@ -143,6 +147,7 @@ class BlockSpace {
     MediumMap<QuotaRule> rules{};
     std::string model = {};  // the rules' name
     bool held = false;
+    bool ended = false;                          // its rules
     MediumMap<std::uint32_t> next_generation{};  // above all generations that earlier caches of this seat gave out
   };
   struct Generations {
@@ -168,7 +173,7 @@ class BlockSpace {
   void occupy(const CacheBlocks& cache, Medium medium, std::uint32_t first_unit, std::uint32_t units) noexcept;
   void vacate(const CacheBlocks& cache, Medium medium, std::uint32_t first_unit, std::uint32_t units) noexcept;
 
-  static QuotaModel model_of(const Seat& seat, Medium medium, bool moving_is_active) noexcept;
+  static QuotaModel model_of(const Seat& seat, Medium medium) noexcept;
 
   std::mutex mutex_;
   const MediumMap<std::uint32_t> units_;

@@ -9,10 +9,9 @@ namespace kvpool {
 
 class CachedBlocks {
  public:
-  // Historical blocks that can be evicted now. Called with the space's lock held, like the next one.
-  virtual std::uint32_t evictable_blocks(Medium medium) const noexcept = 0;
-  // Blocks between which cached content is being copied: those that it leaves, in HBM, and those that it goes to.
-  virtual std::uint32_t moving_blocks(Medium medium) const noexcept = 0;
+  // Blocks that hold cached content which nobody pins, those between which it is being moved among them. Called with
+  // the space's lock held.
+  virtual std::uint32_t unpinned_blocks(Medium medium) const noexcept = 0;
 
  protected:
   ~CachedBlocks() = default;

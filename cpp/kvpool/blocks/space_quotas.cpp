@@ -34,27 +34,24 @@ void BlockSpace::set_cached(std::uint32_t number, const CachedBlocks* cached) no
   seats_[number].cached = cached;
 }
 
-QuotaModel BlockSpace::model_of(const Seat& seat, Medium medium, bool moving_is_active) noexcept {
+QuotaModel BlockSpace::model_of(const Seat& seat, Medium medium) noexcept {
   QuotaModel model{seat.rules[medium]};
   if (seat.cache == nullptr) return model;
   const BlockStore& blocks = seat.cache->store(medium);
   const std::uint32_t owned = blocks.capacity() - blocks.free_count() - blocks.count(BlockState::kOverlapped);
   std::uint32_t historical = seat.cache->unread(medium);  // nobody's, as soon as a transfer has read them
-  if (seat.cached != nullptr) {
-    historical += seat.cached->evictable_blocks(medium);
-    if (!moving_is_active) historical += seat.cached->moving_blocks(medium);
-  }
+  if (seat.cached != nullptr) historical += seat.cached->unpinned_blocks(medium);
   historical = std::min(historical, owned);
   model.historical = historical * seat.cache->block_units();
   model.active = (owned - historical) * seat.cache->block_units();
   return model;
 }
 
-QuotaTier BlockSpace::quota_tier(Medium medium, bool moving_is_active) const noexcept {
+QuotaTier BlockSpace::quota_tier(Medium medium) const noexcept {
   QuotaTier tier;
   tier.capacity = units_[medium] - left_behind_[medium];
   for (std::size_t number = 0; number < seats_.size(); ++number) {
-    tier.models[number] = model_of(seats_[number], medium, moving_is_active);
+    tier.models[number] = model_of(seats_[number], medium);
   }
   return tier;
 }
@@ -66,7 +63,7 @@ std::size_t BlockSpace::may_take(const CacheBlocks& cache, Medium medium) const 
   std::uint64_t committed = 0;
   for (const Seat& seat : seats_) {  // as quota_tier(), for each allocation
     if (!seat.taken) continue;
-    const QuotaModel model = model_of(seat, medium, /*moving_is_active=*/false);
+    const QuotaModel model = model_of(seat, medium);
     committed += std::max(model.active, model.rule.reserve);
     if (seat.cache == &cache) own = model;
   }
@@ -77,17 +74,16 @@ std::size_t BlockSpace::may_take(const CacheBlocks& cache, Medium medium) const 
 }
 
 std::size_t BlockSpace::may_cache(const CacheBlocks& cache, Medium medium) const noexcept {
-  const QuotaModel model = model_of(seats_[cache.number()], medium, /*moving_is_active=*/false);
+  const QuotaModel model = model_of(seats_[cache.number()], medium);
   const std::uint32_t limit = std::min(model.rule.limit, units_[medium] - left_behind_[medium]);
   const std::uint32_t has = model.active + model.historical;
   return (limit > has ? limit - has : 0) / cache.block_units();
 }
 
-bool BlockSpace::overdrawn(const CacheBlocks& cache, MediumMap<std::uint32_t> freed_soon,
-                           bool moving_is_active) const noexcept {
+bool BlockSpace::overdrawn(const CacheBlocks& cache, MediumMap<std::uint32_t> freed_soon) const noexcept {
   if (seats_[cache.number()].held) return true;
   for (const Medium medium : kMedia) {
-    QuotaTier tier = quota_tier(medium, moving_is_active);
+    QuotaTier tier = quota_tier(medium);
     tier.models[cache.number()].active -= freed_soon[medium] * cache.block_units();
     if (tier.committed() > tier.capacity) return true;
   }
@@ -95,6 +91,9 @@ bool BlockSpace::overdrawn(const CacheBlocks& cache, MediumMap<std::uint32_t> fr
 }
 
 void BlockSpace::set_rules(std::uint32_t number, const MediumMap<QuotaRule>& rules, std::string model) {
+  if (seats_[number].ended) {
+    throw Error(ErrorCode::kState, model + ": its pool is closed, and has no more quotas");
+  }
   for (const Medium medium : kMedia) {
     const QuotaRule& rule = rules[medium];
     const std::string where = std::string(" units of ") + medium_name(medium);

@@ -161,7 +161,9 @@ void PromptIndex::undo(const IndexInsertion& insertion) noexcept {
 
 IndexPin PromptIndex::pin(Node* last) noexcept {
   for (Node* node = last; !node->is_root(); node = node->parent) {
-    if (node->payload.pins++ == 0) leave_order(node);
+    if (node->payload.pins++ > 0) continue;
+    leave_order(node);
+    if (node->payload.held) held_of(node->payload.value_class) -= node->pages;
   }
   return IndexPin{last, ++clock_};
 }
@@ -176,6 +178,7 @@ void PromptIndex::unpin(const IndexPin& pin) noexcept {
         drop_forgotten(node);
       } else {
         if (policy_ != EvictionPolicy::kFifo) node->payload.stamp = ++clock_;
+        if (node->payload.held) held_of(node->payload.value_class) += node->pages;
         enter_order(node, /*used_now=*/true);
       }
     }
@@ -339,13 +342,16 @@ PromptIndex::Node* PromptIndex::hold_coldest(ValueClass value_class, std::size_t
   if (node->pages > pages_max) cut(node, node->pages - static_cast<std::uint32_t>(pages_max));
   leave_order(node);
   node->payload.held = true;
+  held_of(value_class) += node->pages;
   return node;
 }
 
 void PromptIndex::release_hold(Node* node) noexcept {
   if (!node->payload.held) return;
   node->payload.held = false;
-  if (node->payload.pins == 0) enter_order(node, /*used_now=*/false);
+  if (node->payload.pins > 0) return;
+  held_of(node->payload.value_class) -= node->pages;
+  enter_order(node, /*used_now=*/false);
 }
 
 void PromptIndex::redirect(Node* node, const Address* values) noexcept {
@@ -363,10 +369,13 @@ void PromptIndex::redirect(Node* node, const Address* values) noexcept {
       events_.count_lost();
     }
   }
+  const std::uint32_t held = payload.held && payload.pins == 0 ? node->pages : 0;
   pages_of(payload.value_class) -= node->pages;
+  held_of(payload.value_class) -= held;
   std::copy_n(values, node->pages, payload.values.get());
   payload.value_class = class_of(values[0]);
   pages_of(payload.value_class) += node->pages;
+  held_of(payload.value_class) += held;
   if (ordered) enter_order(node, /*used_now=*/false);
 }
 
@@ -426,10 +435,12 @@ void PromptIndex::audit() const {
   std::array<std::size_t, kValueClassCount> pages{};
   std::array<std::size_t, kValueClassCount> evictable{};
   std::array<std::size_t, kValueClassCount> ordered{};
+  std::array<std::size_t, kValueClassCount> held{};
   for_each_node([&](const Node& node) {
     const PromptPayload& payload = node.payload;
     const auto slot = static_cast<std::size_t>(payload.value_class);
     pages[slot] += node.pages;
+    if (payload.held && payload.pins == 0) held[slot] += node.pages;
     if (payload.ordered) {
       evictable[slot] += node.pages;
       ++ordered[slot];
@@ -441,7 +452,8 @@ void PromptIndex::audit() const {
     }
   });
   for (std::size_t slot = 0; slot < kValueClassCount; ++slot) {
-    if (pages[slot] != pages_[slot] || evictable[slot] != evictable_[slot]) fail("a wrong count of pages");
+    if (pages[slot] != pages_[slot] || evictable[slot] != evictable_[slot] || held[slot] != held_[slot])
+      fail("a wrong count of pages");
     if (order_->count_checked(static_cast<ValueClass>(slot)) != ordered[slot]) fail("a wrong count of ordered nodes");
   }
   audit_forgotten();

@@ -140,6 +140,8 @@ class PromptIndex {
   std::size_t evictable(ValueClass value_class) const noexcept {
     return evictable_[static_cast<std::size_t>(value_class)];
   }
+  // Pages of this class that are held and not pinned.
+  std::size_t held(ValueClass value_class) const noexcept { return held_[static_cast<std::size_t>(value_class)]; }
   std::size_t node_count() const noexcept { return tree_.node_count(); }
   std::size_t namespace_count() const noexcept { return tree_.namespace_count(); }
   std::size_t bytes() const noexcept { return tree_.bytes(); }
@@ -190,6 +192,7 @@ class PromptIndex {
   std::size_t& evictable_of(ValueClass value_class) noexcept {
     return evictable_[static_cast<std::size_t>(value_class)];
   }
+  std::size_t& held_of(ValueClass value_class) noexcept { return held_[static_cast<std::size_t>(value_class)]; }
   std::shared_ptr<Event> make_event(EventKind kind, std::uint64_t sequence, const Node* node, std::uint32_t first,
                                     std::uint32_t count, const Address* old_values) const;
   void publish(EventKind kind, const Node* node, std::uint32_t first, std::uint32_t count,
@@ -205,6 +208,7 @@ class PromptIndex {
   std::uint64_t clock_ = 0;
   std::array<std::size_t, kValueClassCount> pages_{};
   std::array<std::size_t, kValueClassCount> evictable_{};
+  std::array<std::size_t, kValueClassCount> held_{};
   std::array<std::size_t, kValueClassCount> forgotten_{};
   Node* first_forgotten_ = nullptr;
   Tree::Root above_forgotten_;  // the parent of those whose parent was a root, which may go

@@ -40,18 +40,12 @@ PromptCache::MoveOut PromptCache::begin_move_out(std::size_t n) {
   }
   move.to.resize(move.from.size());
   KVPOOL_CHECK(blocks_.take(move.to.size(), Medium::kDram, BlockState::kReserved, move.to.data()));
-  moving_[Medium::kHbm] += static_cast<std::uint32_t>(move.from.size());
-  moving_[Medium::kDram] += static_cast<std::uint32_t>(move.to.size());
+  arriving_ += static_cast<std::uint32_t>(move.to.size());
   return move;
 }
 
-void PromptCache::end_move(const MoveOut& move) noexcept {
-  moving_[Medium::kHbm] -= static_cast<std::uint32_t>(move.from.size());
-  moving_[Medium::kDram] -= static_cast<std::uint32_t>(move.to.size());
-}
-
 std::size_t PromptCache::finish_move_out(MoveOut& move, std::vector<Address>* moved) noexcept {
-  end_move(move);
+  arriving_ -= static_cast<std::uint32_t>(move.to.size());
   renew(move.to);
   const std::vector<Address>& from = move.from;
   const std::vector<Address>& to = move.to;
@@ -76,7 +70,7 @@ std::size_t PromptCache::finish_move_out(MoveOut& move, std::vector<Address>* mo
 }
 
 void PromptCache::cancel_move_out(MoveOut& move) noexcept {
-  end_move(move);
+  arriving_ -= static_cast<std::uint32_t>(move.to.size());
   blocks_.release(move.to.data(), move.to.size());
   for (std::size_t i = 0; i < move.from.size();) {
     PromptNode* node = node_of(move.from[i]);
@@ -125,6 +119,7 @@ void PromptCache::cancel_move_in(PendingSwapIn& pending) noexcept {
     pins->clear();
   }
   give_back(pending, 0);
+  drop_if_ended();
 }
 
 void PromptCache::give_back(PendingSwapIn& pending, std::size_t keep) noexcept {

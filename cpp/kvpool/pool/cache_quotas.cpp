@@ -9,20 +9,18 @@ namespace kvpool {
 PromptCache::Pinnable PromptCache::pinnable() const noexcept {
   Pinnable before;
   if (!blocks_.space().has_quotas()) return before;
-  for (const Medium medium : kMedia) before.evictable[medium] = evictable(medium);
+  for (const Medium medium : kMedia) before.blocks[medium] = pinnable(medium);
   return before;
 }
 
-// Whether pins since then, on blocks that could be evicted or that a match met on their way to DRAM, break the quotas.
-bool PromptCache::overdrawn_since(const Pinnable& before, MediumMap<std::uint32_t> freed_soon,
-                                  bool also_moving) const noexcept {
+// Whether pins since then, on blocks that nobody had pinned, also on those on their way to DRAM, break the quotas.
+bool PromptCache::overdrawn_since(const Pinnable& before, MediumMap<std::uint32_t> freed_soon) const noexcept {
   if (!blocks_.space().has_quotas()) [[likely]] {
     return false;
   }
-  const bool pinned = std::ranges::any_of(kMedia, [&](Medium medium) {
-    return evictable(medium) < before.evictable[medium] || (also_moving && moving_[medium] > 0);
-  });
-  return pinned && blocks_.space().overdrawn(blocks_, freed_soon, also_moving);
+  const bool pinned =
+      std::ranges::any_of(kMedia, [&](Medium medium) { return pinnable(medium) < before.blocks[medium]; });
+  return pinned && blocks_.space().overdrawn(blocks_, freed_soon);
 }
 
 // Pins make historical units active, so they are admitted like an allocation. The longest part of the hit that the
@@ -33,7 +31,7 @@ IndexHit PromptCache::match_within(std::string_view name_space, const Token* tok
   IndexHit hit;
   const auto fits = [&](std::size_t tokens_used) {
     hit = index_.match(name_space, tokens, tokens_used, out);
-    return hit.pages == 0 || !overdrawn_since(before, {}, /*also_moving=*/true);
+    return hit.pages == 0 || !overdrawn_since(before, {});
   };
   if (fits(n_tokens)) [[likely]] {
     return hit;
@@ -56,26 +54,30 @@ void PromptCache::check_quotas_since(const Pinnable& before, const std::vector<I
   for (const InsertOutcome& outcome : freed) {
     for (const Address address : outcome.duplicates) ++freed_soon[medium_of(address)];
   }
-  if (!overdrawn_since(before, freed_soon, /*also_moving=*/false)) return;
+  if (!overdrawn_since(before, freed_soon)) return;
   std::size_t pinned = 0;
   Medium medium = Medium::kHbm;
   for (const Medium each : kMedia) {
-    if (before.evictable[each] <= evictable(each)) continue;
-    pinned = before.evictable[each] - evictable(each);
+    if (before.blocks[each] <= pinnable(each)) continue;
+    pinned = before.blocks[each] - pinnable(each);
     medium = each;
   }
   blocks_.space().throw_out_of_quota(blocks_, medium, pinned * blocks_.block_units(),
                                      "it would pin cached blocks that others' reserves need");
 }
 
+bool PromptCache::unused(Medium medium, std::uint32_t block) const noexcept {
+  const BlockStore& blocks = store(medium);
+  if (blocks.state(block) != BlockState::kHistorical || blocks.filling(block)) return false;
+  if (blocks_.is_read(medium, block) || blocks.tag(block) <= CacheBlocks::kUnreadTag) return false;
+  const PromptPayload& payload = node_of(blocks.address_of(block))->payload;
+  return payload.pins == 0 && !payload.held && !payload.forgotten;
+}
+
 std::optional<std::uint32_t> PromptCache::droppable(Medium medium, std::uint32_t block,
                                                     std::uint32_t most) const noexcept {
-  const BlockStore& blocks = store(medium);
-  if (blocks.state(block) != BlockState::kHistorical || blocks.filling(block)) return std::nullopt;
-  if (blocks_.is_read(medium, block) || blocks.tag(block) <= CacheBlocks::kUnreadTag) return std::nullopt;
-  const Address address = blocks.address_of(block);
-  PromptNode* const node = node_of(address);
-  if (node->payload.pins > 0 || node->payload.held || node->payload.forgotten) return std::nullopt;
+  if (!unused(medium, block)) return std::nullopt;
+  PromptNode* const node = node_of(store(medium).address_of(block));
   const Address* const values = node->payload.values.get();
   const Address* const found = std::find_if(values, values + node->pages, [&](Address value) {
     return medium_of(value) == medium && block_of(value) == block;

@@ -93,7 +93,6 @@ void Pool::close() noexcept {
   moves_->refuse();
   guard_.tell_closing();  // before the memory goes: peers write here, and the threads of what serves them call
   moves_->close();
-  if (reclaimer_ != nullptr) reclaimer_->leave(blocks_->number());
   PoolMemory::Kept kept;  // goes after the locks
   {
     const TierMoves::Idle nobody_copies = moves_->idle();
@@ -102,10 +101,12 @@ void Pool::close() noexcept {
     if (space_->has_quotas()) {
       // Others can use at once what nothing here can.
       space_->end_rules(blocks_->number());
-      for (const Medium medium : {Medium::kHbm, Medium::kDram}) cache_->evict(medium, SIZE_MAX);
+      cache_->end();
     }
     kept = memory_->release();
   }
+  // After its cache is dropped: until it leaves, a thread that makes room can reach what it counts.
+  if (reclaimer_ != nullptr) reclaimer_->leave(blocks_->number());
   executor_->close();
 }
 

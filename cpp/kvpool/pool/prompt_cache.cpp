@@ -187,6 +187,19 @@ void PromptCache::explain(std::string_view name_space, const Token* tokens, std:
 
 void PromptCache::unpin(const IndexPin* pins, std::size_t n) noexcept {
   for (std::size_t i = 0; i < n; ++i) index_.unpin(pins[i]);
+  drop_if_ended();
+}
+
+void PromptCache::end() noexcept {
+  ended_ = true;
+  drop_if_ended();
+}
+
+void PromptCache::drop_if_ended() noexcept {
+  if (!ended_) [[likely]] {
+    return;
+  }
+  for (const Medium medium : {Medium::kHbm, Medium::kDram}) evict(medium, SIZE_MAX);
 }
 
 void PromptCache::accept_instance(std::uint32_t instance) noexcept { index_.set_instance(instance); }

@@ -81,14 +81,18 @@ class PromptCache final : private IndexObserver, private CachedBlocks {
   // Drops up to n blocks of this medium, the coldest first, and everything below them, in any medium. Returns how many
   // blocks of this medium it dropped; those that a transfer reads become free later.
   std::size_t evict(Medium medium, std::size_t n) noexcept;
-  // REQUIRES: `explanation.addresses` has room for all pages.
+  // Whether a historical block is neither pinned, moved nor read. Cheap, and no promise of droppable().
+  bool unused(Medium medium, std::uint32_t block) const noexcept;
   // Of a historical block that nothing holds: how many blocks of its medium drop() would drop, if it is at most `most`.
   std::optional<std::uint32_t> droppable(Medium medium, std::uint32_t block, std::uint32_t most) const noexcept;
   // Drops this block and everything that continues it. REQUIRES: droppable(), nothing is being moved to DRAM. Throws
   // std::bad_alloc.
   void drop(Medium medium, std::uint32_t block);
+  // REQUIRES: `explanation.addresses` has room for all pages.
   void explain(std::string_view name_space, const Token* tokens, std::size_t n_tokens, MatchExplanation& explanation);
   void unpin(const IndexPin* pins, std::size_t n) noexcept;
+  // Drops everything: what is pinned, with its last pin. REQUIRES: no match, insertion or move begins after it.
+  void end() noexcept;
   EventLog& events() noexcept { return index_.events(); }
   std::shared_ptr<EventQueue> subscribe(std::uint64_t capacity_tokens, bool include_cached) {
     return index_.subscribe(capacity_tokens, include_cached);
@@ -162,18 +166,20 @@ class PromptCache final : private IndexObserver, private CachedBlocks {
   void check_insertion(std::string_view name_space, const InsertItem& item);
   std::optional<std::size_t> first_misplaced(const InsertItem& item, std::size_t present) const noexcept;
   IndexHit match_within(std::string_view name_space, const Token* tokens, std::size_t n_tokens, Address* out);
-  // Of an operation that pins: whether it has pinned what could be evicted before, beyond the quotas.
+  // Of an operation that pins: whether it has pinned what nobody had pinned before, beyond the quotas.
   struct Pinnable {
-    MediumMap<std::size_t> evictable{};
+    MediumMap<std::size_t> blocks{};
   };
   Pinnable pinnable() const noexcept;
-  bool overdrawn_since(const Pinnable& before, MediumMap<std::uint32_t> freed_soon, bool also_moving) const noexcept;
+  bool overdrawn_since(const Pinnable& before, MediumMap<std::uint32_t> freed_soon) const noexcept;
   void check_quotas_since(const Pinnable& before, const std::vector<InsertOutcome>& freed) const;
-  std::uint32_t evictable_blocks(Medium medium) const noexcept override {
-    return static_cast<std::uint32_t>(evictable(medium));
+  // Cached blocks that a pin would make active.
+  std::size_t pinnable(Medium medium) const noexcept { return evictable(medium) + index_.held(value_class_of(medium)); }
+  std::uint32_t unpinned_blocks(Medium medium) const noexcept override {
+    const std::uint32_t arriving = medium == Medium::kDram ? arriving_ : 0;
+    return static_cast<std::uint32_t>(pinnable(medium)) + arriving;
   }
-  std::uint32_t moving_blocks(Medium medium) const noexcept override { return moving_[medium]; }
-  void end_move(const MoveOut& move) noexcept;
+  void drop_if_ended() noexcept;
   void take_back(const InsertItem& item, const IndexInsertion& insertion) noexcept;
 
   void cut_before(std::span<const Address> pages);
@@ -196,9 +202,10 @@ class PromptCache final : private IndexObserver, private CachedBlocks {
   std::vector<Fill> fills_;
   std::vector<std::uint32_t> free_fills_;  // of these, with room for all
   PoolCounters counters_;
-  MediumMap<std::uint32_t> moving_{};  // blocks of moves to DRAM
-  std::uint64_t dropped_blocks_ = 0;   // by the index, for whatever reason
-  std::uint32_t move_stamp_ = 0;       // marks cached blocks, while a list is checked for duplicates
+  std::uint32_t arriving_ = 0;        // DRAM blocks that moves go to
+  std::uint64_t dropped_blocks_ = 0;  // by the index, for whatever reason
+  std::uint32_t move_stamp_ = 0;      // marks cached blocks, while a list is checked for duplicates
+  bool ended_ = false;                // end() was called
 };
 
 }  // namespace kvpool

@@ -38,6 +38,7 @@ void SpaceReclaimer::relieve(const CacheBlocks& starved, MediumChoice choice, st
   const auto medium = static_cast<Medium>(choice.code());
   const std::lock_guard one_at_a_time(mutex_);
   bool waited = false;
+  bool places_counted = false;
   for (int in_vain = 0; in_vain < 2;) {
     bool done = false;
     const std::optional<QuotaRoom> room = plan(starved, medium, n, done);
@@ -51,6 +52,14 @@ void SpaceReclaimer::relieve(const CacheBlocks& starved, MediumChoice choice, st
       wait_for_moves();
       waited = true;
       continue;
+    }
+    if (!places_counted) {
+      places_counted = true;
+      if (!enough_places(starved, medium, n)) {
+        wait_for_moves();
+        if (!enough_places(starved, medium, n)) throw_fragmented(starved, medium, n);
+        continue;  // with a new plan
+      }
     }
     std::size_t gone = evict(*room, medium);
     if (gone == 0) gone = make_places(starved, medium, n);
@@ -135,15 +144,51 @@ bool SpaceReclaimer::for_each_victim(const CacheBlocks& starved, Medium medium, 
   return covered == starved.space().taken_in(medium, first, size);
 }
 
+// Whether at least n places for a block are free, or have only blocks in them that could go.
+bool SpaceReclaimer::enough_places(const CacheBlocks& starved, Medium medium, std::size_t n) const {
+  const std::uint32_t size = starved.block_units();
+  const bool always = std::ranges::all_of(members_, [&](const Member& member) {
+    return member.blocks == nullptr || member.blocks->block_units() % size == 0;  // each block that goes is places
+  });
+  if (always) return true;
+  std::size_t found = 0;
+  const std::uint32_t blocks = starved.store(medium).capacity();
+  for (std::uint32_t block = 0; block < blocks && found < n;) {
+    const SpaceLock lock = starved.lock();
+    const QuotaTier tier = starved.space().quota_tier(medium);
+    for (std::size_t visited = 0; block < blocks && found < n && visited < kVisitsMax; ++block) {
+      const bool free = starved.store(medium).state(block) == BlockState::kFree;
+      if (free || clearable(starved, medium, block, tier, visited)) ++found;
+      ++visited;
+    }
+  }
+  return found >= n;
+}
+
+// Whether nothing there is in use, and no model would fall below its reserve: cheap, and no promise of place_at().
+bool SpaceReclaimer::clearable(const CacheBlocks& starved, Medium medium, std::uint32_t block, const QuotaTier& tier,
+                               std::size_t& visited) const {
+  std::array<std::uint32_t, BlockSpace::kCachesMax> lost{};
+  return for_each_victim(starved, medium, block, [&](const Member& member, std::uint32_t other) {
+    ++visited;
+    if (member.cache == nullptr || !member.cache->unused(medium, other)) return false;
+    if (member.blocks == &starved) return true;
+    const std::uint32_t number = member.blocks->number();
+    return ++lost[number] <= can_lose(tier.models[number], member.blocks->block_units());
+  });
+}
+
 std::optional<SpaceReclaimer::Place> SpaceReclaimer::place_at(const CacheBlocks& starved, Medium medium,
-                                                              std::uint32_t block, const QuotaTier& tier) const {
+                                                              std::uint32_t block, const QuotaTier& tier,
+                                                              std::size_t& visited) const {
+  if (!clearable(starved, medium, block, tier, visited)) return std::nullopt;
   Place place{block};
   std::array<std::uint32_t, BlockSpace::kCachesMax> lost{};
   const bool possible = for_each_victim(starved, medium, block, [&](const Member& member, std::uint32_t other) {
-    if (member.cache == nullptr) return false;
     const std::uint32_t number = member.blocks->number();
     const QuotaModel& model = tier.models[number];
     const std::optional<std::uint32_t> drops = member.cache->droppable(medium, other, kDropMax);
+    visited += drops.value_or(kDropMax);
     if (!drops) return false;
     const std::uint32_t size = member.blocks->block_units();
     lost[number] += *drops;
@@ -166,15 +211,17 @@ std::size_t SpaceReclaimer::make_places(const CacheBlocks& starved, Medium mediu
   }
   std::size_t dropped = 0;
   std::vector<Place> places;
-  places.reserve(kWindows);
+  places.reserve(kPlacesMax);
   const std::uint32_t blocks = starved.store(medium).capacity();
-  for (std::uint32_t first = 0; first < blocks; first += kWindows) {
+  for (std::uint32_t next = 0; next < blocks;) {
     const SpaceLock lock = starved.lock();
     if (starved.takeable(n, medium) == n) break;
     const QuotaTier tier = starved.space().quota_tier(medium);
     places.clear();
-    for (std::uint32_t block = first; block < std::min(blocks, first + kWindows); ++block) {
-      if (const std::optional<Place> place = place_at(starved, medium, block, tier)) places.push_back(*place);
+    std::size_t visited = 0;
+    for (; next < blocks && visited < kVisitsMax && places.size() < kPlacesMax; ++next) {
+      ++visited;
+      if (const std::optional<Place> place = place_at(starved, medium, next, tier, visited)) places.push_back(*place);
     }
     std::sort(places.begin(), places.end(), [](const Place& a, const Place& b) {
       return a.within_quotas != b.within_quotas ? b.within_quotas : a.units < b.units;
@@ -182,7 +229,7 @@ std::size_t SpaceReclaimer::make_places(const CacheBlocks& starved, Medium mediu
     for (const Place& place : places) {
       if (starved.takeable(n, medium) == n) break;
       // What was dropped before may have changed what this one costs.
-      if (!place_at(starved, medium, place.block, starved.space().quota_tier(medium))) continue;
+      if (!place_at(starved, medium, place.block, starved.space().quota_tier(medium), visited)) continue;
       dropped += clear(starved, medium, place.block);
     }
   }

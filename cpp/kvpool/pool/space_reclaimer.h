@@ -4,7 +4,8 @@
 // The plan counts units. Blocks of a model lie at multiples of their size (docs/adr/0027), so enough free units need
 // not make a free block. Then the units that the growing model's blocks would have are looked at one block after
 // another, and the neighbours in those where least is lost are dropped: only blocks that can be evicted, and no model
-// falls below its reserve.
+// falls below its reserve. Before anything is evicted these places are counted. Each is counted for itself, so with
+// places that cost the same prompt, or the same model its reserve, the count is too high.
 //
 // Thread-safety: all of it. One thread at a time makes room. It holds no lock of a pool or of the space when it begins,
 // and takes those of the pools that it evicts from.
@@ -30,12 +31,15 @@ class SpaceReclaimer final : public PressureHook {
   void leave(std::uint32_t number) noexcept;
 
   // Evicts until `starved` can take n blocks. Throws kOutOfBlocks: with kQuota when the quotas do not admit it, else
-  // with `fragmented` and `largest_run`, in units, when no more blocks of this size can be made.
+  // with `fragmented` and `largest_run`, in units, when no more blocks of this size can be made. It has evicted nothing
+  // if fewer than n places have only blocks in them that could go; otherwise it may have.
   void relieve(const CacheBlocks& starved, MediumChoice medium, std::size_t n) override;
 
  private:
-  static constexpr std::uint32_t kWindows = 1024;  // places that are compared before others get the lock
-  static constexpr std::uint32_t kDropMax = 256;   // blocks that one place may cost a prompt
+  // Before others get the lock: places that are compared, and blocks that are looked at, with what continues them.
+  static constexpr std::uint32_t kPlacesMax = 1024;
+  static constexpr std::size_t kVisitsMax = 4096;
+  static constexpr std::uint32_t kDropMax = 256;  // blocks that one place may cost a prompt
 
   struct Member {
     CacheBlocks* blocks = nullptr;
@@ -53,8 +57,11 @@ class SpaceReclaimer final : public PressureHook {
   std::size_t evict(const QuotaRoom& room, Medium medium);
   std::size_t evict_from(const Member& member, Medium medium, std::size_t blocks, std::size_t swapped);
   std::size_t make_places(const CacheBlocks& starved, Medium medium, std::size_t n);
-  std::optional<Place> place_at(const CacheBlocks& starved, Medium medium, std::uint32_t block,
-                                const QuotaTier& tier) const;
+  bool enough_places(const CacheBlocks& starved, Medium medium, std::size_t n) const;
+  bool clearable(const CacheBlocks& starved, Medium medium, std::uint32_t block, const QuotaTier& tier,
+                 std::size_t& visited) const;
+  std::optional<Place> place_at(const CacheBlocks& starved, Medium medium, std::uint32_t block, const QuotaTier& tier,
+                                std::size_t& visited) const;
   template <class Visit>
   bool for_each_victim(const CacheBlocks& starved, Medium medium, std::uint32_t block, Visit&& visit) const;
   std::size_t clear(const CacheBlocks& starved, Medium medium, std::uint32_t block);
