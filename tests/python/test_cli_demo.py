@@ -140,7 +140,8 @@ def kvpool_in_bash(line):
     """Runs a line of bash in which $KVPOOL is the command."""
     return subprocess.run(
         line.replace("$KVPOOL", f"{sys.executable} -m kvpool"), shell=True, executable="/bin/bash",
-        capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True, text=True, check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from typing import Final
 from kvpool.control.demo.answering import Engine, make_pool, prompts
 from kvpool.errors import StateError
 
-_ROUNDS: Final = 5  # new questions, each answered with the cache off and on
+_ROUNDS: Final = 3  # new questions, each answered with the cache off and on
 
 
 def main() -> None:
