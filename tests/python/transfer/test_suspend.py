@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kit import BLOCK, cached_tokens, prompt, refused, small_layout
+from kit import BLOCK, cached_tokens, prompt, refused, small_layout, small_pool
 from test_suspend import Adopted, Unmappable
 from transfer.kit import SECRET, Child, address_of, eventually, not_on_gpu, route_or_skip
 
@@ -144,3 +144,30 @@ def test_a_write_to_a_block_that_was_given_back_does_not_land(pair):
     with pytest.raises(kvpool.Error):
         peer("pool.transfer('sleeper', mine, to=lent).wait()")
     assert all(np.isnan(tensor).all() for tensor in one.memory.tensors)
+
+
+def test_by_shared_memory_a_late_write_changes_nothing_in_memory_that_the_pool_keeps():
+    """Such memory stays mapped at the peer, so a write there could not crash; its content would be another's."""
+    route_or_skip("shm")
+    settings: dict[str, Any] = {"routes": ("shm",), "secret": SECRET, "lease_s": 60}
+    with contextlib.closing(Child()) as peer:
+        peer("pool = small_pool(name='peer', **settings)", settings=settings)
+        where = peer("pool.peers.listen(where)", where=address_of("sock-unix"))
+        with small_pool(name="sleeper", **settings) as pool:
+            pool.peers.connect(where)
+            peer("wait_for(lambda: pool.peers.list())\nmine = pool.alloc(2)\nwritten = fill(pool, mine)")
+            peer("stream = pool.transfer('sleeper', mine, layerwise=True)\nstream.send_layer(0)")
+            eventually(lambda: pool.stats().hbm.reserved == 2)
+            with refused(pool, kvpool.Busy, reserved=2):
+                pool.suspend(timeout=0)
+            peer("lent = pool.alloc(1, instance='sleeper')\npool.free(lent)\nstream.transfer.cancel()")
+            eventually(lambda: pool.stats().hbm.reserved == 0)
+            pool.suspend(timeout=0)
+            before = pool.tensor().numpy().copy()
+            for _ in range(2):  # asleep, and awake
+                for late in ("stream.send_layer(1)", "pool.transfer('sleeper', mine[:1], to=lent).wait()"):
+                    with pytest.raises(kvpool.Error):
+                        peer(late)
+                assert (pool.tensor().numpy() == before).all()
+                if pool.suspended:
+                    pool.resume()
