@@ -72,13 +72,6 @@ SPACE_BUGS: Final = (
         _QUOTAS,
     ),
     Bug(
-        "ended-pool-still-makes-room",
-        "pool",
-        "a thread that makes room evicts from a pool that is gone",
-        in_cpp("pool/pool.cpp", "  if (reclaimer_ != nullptr) reclaimer_->leave(blocks_->number());\n", ""),
-        _QUOTAS,
-    ),
-    Bug(
         "caches-dropped-before-places-are-counted",
         "pool",
         "an allocation that can find no places drops other models' caches",
