@@ -1,4 +1,4 @@
-"""The project's own files: extras, addresses, the image, and what is said about security."""
+"""The project's own files: extras, the image, and what is said about security."""
 
 from __future__ import annotations
 
@@ -26,16 +26,6 @@ def test_what_private_parts_are_used_of_has_an_upper_bound():
     assert "from uvicorn.protocols.http.h11_impl import" in sources  # none of uvicorn's promises
     bounds = {re.match(r"[\w-]+", one)[0]: one for one in EXTRAS["router"]}
     assert {"<" in bounds[name] for name in ("uvicorn", "h11", "httpx2")} == {True}
-
-
-def test_the_addresses_of_the_project_are_of_one_repository():
-    urls = PROJECT["urls"]
-    assert {"Homepage", "Documentation", "Changelog", "Issues"} <= set(urls)
-    home = urls["Homepage"]
-    assert all(url.startswith(home) for url in urls.values())
-    for url in urls.values():
-        _, blob, path = url.partition("/blob/main/")
-        assert not blob or (ROOT / path).is_file(), url
 
 
 def test_what_the_image_copies_and_installs_exists():
