@@ -31,6 +31,7 @@ REFERENCE: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
         "RemovedEvent", "MovedEvent", "PromptIndex", "IndexBatch", "InstanceIndex", "KeyedCache", "KeyedIndex",
         "KeyedMatch",
     )),
+    "space": ("Several models in one memory", ("Space", "SpaceStats", "SpaceTier", "ModelQuota", "TierQuota")),
     "peers": ("Peers and transfer", (
         "Peers", "Inbox", "Batch", "Transfer", "TransferStream", "TransferSpec", "TransferStats", "TransferTotals",
         "Received", "ReceivedCallback", "PeerMatch", "PeerKeyMatch", "PeerInfo", "PeerEvent", "PeerCallback",
