@@ -111,6 +111,16 @@ def refused(pool: kvpool.Pool, error: type[Exception], *texts: Any, **fields: An
 
 
 @contextmanager
+def hang_ups_work() -> Iterator[None]:
+    """Here, and in processes that are started meanwhile: nohup has SIGHUP ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@contextmanager
 def ctrl_c_works() -> Iterator[None]:
     """Here, and in processes that are started meanwhile: shells have SIGINT ignored for what runs in the background."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

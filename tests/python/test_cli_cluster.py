@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from kit import ctrl_c_works, small_pool
+from kit import ctrl_c_works, hang_ups_work, small_pool
 from transfer.kit import eventually
 
 import kvpool
@@ -152,7 +152,7 @@ def drawing(url, members):
     """`kvpool top` in a terminal, when it has drawn three times; and our end of the terminal."""
     pytest.importorskip("rich", reason="rich is not installed")
     ours, theirs = pty.openpty()
-    with ctrl_c_works():
+    with ctrl_c_works(), hang_ups_work():
         run = subprocess.Popen(
             [sys.executable, "-m", "kvpool", "top", url, "--every", "0.05"],
             stdin=theirs, stdout=theirs, stderr=subprocess.PIPE,
