@@ -225,8 +225,9 @@ TEST_CASE("an audit finds a pin that does not cover its prefix, and values of tw
   CHECK_THROWS_AS(rig.index.audit(), Error);
   node->payload.values[0] = make_address(0, Medium::kDram, 0, 2);
   node->payload.held = true;
-  --node->payload.pins;
   CHECK_NOTHROW(rig.index.audit());
+  --node->payload.pins;  // held and not pinned, and not counted as such
+  CHECK_THROWS_AS(rig.index.audit(), Error);
   node->payload.held = false;
   CHECK_THROWS_AS(rig.index.audit(), Error);
   ++node->payload.pins;
