@@ -147,7 +147,7 @@ docs: $(DONE)/module-tests $(DONE)/package-dev ## the documentation site in buil
 TEST_STEPS := set-up style types python-and-builds cpp-test
 # Continuous integration compiles the C++ tests for both sanitizers instead. Without one it runs what they leave out. It
 # installs inference engines, too: gigabytes, and minutes.
-CI_STEPS := set-up style types cpp-plain python-and-builds asan tsan test-engines
+CI_STEPS := set-up style types cpp-plain python-and-builds asan-and-engines tsan test-engines
 # What each of the two must have reported when it ends.
 PYTHON_REPORTS := python.xml python-waiting.xml python-alone.xml
 TEST_REPORTS := $(PYTHON_REPORTS) cpp-test
@@ -276,6 +276,14 @@ test-engines: $(DONE)/module-tests $(DONE)/package-dev $(VLLM_VENV)/done $(SGLAN
 	@if test -e $(SGLANG_VENV)/done; then PYTHONPATH=src:tests/python:$(SGLANG_TESTS)/cpu SGLANG_USE_CPU_ENGINE=1 TORCHDYNAMO_DISABLE=1 \
 	HF_HUB_OFFLINE=1 $(SGLANG_VENV)/bin/python -m pytest -q --noconftest -p fair_skips -o filterwarnings= -p no:cacheprovider $(SGLANG_TESTS) \
 	--junitxml=$(REPORTS)/engines-sglang.xml; fi
+
+# pip fetches the engines while the tests run whose results do not depend on how long they take.
+.PHONY: engine-environments
+engine-environments: $(VLLM_VENV)/done $(SGLANG_VENV)/done
+
+.PHONY: asan-and-engines
+asan-and-engines: build/asan $(DONE)/package-dev
+	@$(MAKE) --no-print-directory -j2 asan engine-environments
 
 # tsan has the tests whose files start threads or use an executor; tsan-all has all.
 .PHONY: build/asan build/tsan build/tsan-all

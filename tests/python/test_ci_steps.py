@@ -20,8 +20,9 @@ def test_make_test_compiles_the_cpp_tests_once():
     """In the build of the module. Continuous integration compiles them for both sanitizers, where all of them run."""
     steps, in_ci = set(makefile("TEST_STEPS").split()), set(makefile("CI_STEPS").split())
     assert "cpp-test" in steps
-    assert not {"asan", "tsan", "cpp-release", "tsan-all", "long-forms", "planted"} & steps
-    assert {"asan", "tsan", "cpp-plain"} <= in_ci
+    assert not {"asan", "asan-and-engines", "tsan", "cpp-release", "tsan-all", "long-forms", "planted"} & steps
+    assert {"asan-and-engines", "tsan", "cpp-plain"} <= in_ci
+    assert "-j2 asan engine-environments" in recipe_of("asan-and-engines")
     assert not {"cpp-test", "cpp-release", "tsan-all", "long-forms", "planted"} & in_ci
     assert {"cpp-release", "tsan-all", "long-forms", "planted"} <= set(makefile("LONG_STEPS").split())
     assert "KVPOOL_ONLY_THREADS" not in makefile("SANITIZER_asan")  # it runs all
@@ -39,7 +40,7 @@ WRITES = re.compile(
 @pytest.mark.parametrize("kind", ["TEST", "CI"])
 def test_a_run_must_have_the_reports_of_its_steps_and_no_others(kind):
     """A report that no step writes would fail every run; one that nobody expects would hide tests that did not run."""
-    steps = {"python-and-builds": "python-test"}
+    steps = {"python-and-builds": "python-test", "asan-and-engines": "asan"}
     recipes = [recipe_of(steps.get(step, step)) for step in makefile(f"{kind}_STEPS").split()]
     found = [next(filter(None, groups)) for recipe in recipes for groups in WRITES.findall(recipe)]
     written = ["cpp-tsan" if name == "tsan" else name for name in found]
