@@ -159,7 +159,7 @@ SPACE_BUGS: Final = (
         "refused-unload-holds-the-model",
         "space",
         "a model whose unloading was refused gets no more blocks",
-        in_python("space/space.py", 'held=before == "kept")', "held=True)"),
+        in_python("space/models.py", 'held=before == "kept")', "held=True)"),
         _END,
         build="python",
     ),

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Literal
 
 from kvpool import _core
 from kvpool.config import Settings
 from kvpool.errors import ArgumentError, ArgumentTypeError
-from kvpool.policy.multiplexing import QuotaRule
 from kvpool.pool import Pool
-from kvpool.space.units import bytes_from, padding
+from kvpool.space.rules import Rules
+from kvpool.space.units import padding, units_of
 from kvpool.types import KVLayout, RawLayout
 
-__all__ = ["TIERS", "Model", "ModelPool", "Rules", "Tier", "check_name", "rule_of"]
-
-Tier = Literal["hbm", "dram"]
-TIERS: Final[tuple[Tier, Tier]] = ("hbm", "dram")
-
-Rules = dict[Tier, QuotaRule]  # in units
+__all__ = ["Model", "ModelPool", "check_name"]
 
 
 class ModelPool(Pool):
@@ -27,7 +22,7 @@ class ModelPool(Pool):
     def __init__(self, core: _core.Space, layout: KVLayout | RawLayout, settings: Settings, unit: int) -> None:
         """Space.load makes it."""
         self._begin(layout, settings, space=core)
-        self._block_stride = -(-layout.block_bytes // unit) * unit
+        self._block_stride = units_of(layout, unit) * unit
 
 
 @dataclass
@@ -58,29 +53,12 @@ class Model:
     @property
     def block_units(self) -> int:
         """Units of a block."""
-        return -(-self.layout.block_bytes // self.unit)
+        return units_of(self.layout, self.unit)
 
     @property
     def waste(self) -> float:
         """The part of a block's units that its content leaves empty."""
         return padding(self.layout, self.unit)
-
-
-def rule_of(reserve: object, limit: object, weight: float, block_bytes: int, block_units: int, where: str) -> QuotaRule:
-    """A rule in units, from sizes in bytes: the reserve in whole blocks, rounded up; the limit rounded down.
-
-    Raises:
-        ArgumentError: The reserve is above the limit, the limit below a block, the weight 0, negative or not finite.
-        ArgumentTypeError: A value has the wrong type.
-    """
-    kept = -(-bytes_from(reserve, f"the reserve in {where}") // block_bytes)
-    if limit is None:
-        return QuotaRule(kept * block_units, None, weight)
-    most = bytes_from(limit, f"the limit in {where}")
-    blocks = most // block_bytes
-    if blocks < 1:
-        raise ArgumentError(f"the limit in {where} is {most} bytes, and a block has {block_bytes}")
-    return QuotaRule(kept * block_units, blocks * block_units, weight)
 
 
 def check_name(name: object) -> str:

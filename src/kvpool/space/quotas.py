@@ -8,7 +8,8 @@ from typing import Final
 
 from kvpool import _core
 from kvpool.policy.multiplexing import Adaptation, QuotaRule, Quotas, Seen, adapt
-from kvpool.space.model import TIERS, Model, Tier
+from kvpool.space.model import Model
+from kvpool.space.rules import TIERS, Tier
 
 __all__ = ["Targets"]
 

@@ -5,28 +5,22 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal, cast
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, Literal
 
 from kvpool import _core
 from kvpool.arguments import flag_from, int_from, seconds_from, shown
 from kvpool.config import Settings, check_names, load
-from kvpool.errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    ClosedError,
-    ForkError,
-    LayoutMismatch,
-    StateError,
-    Unsupported,
-)
-from kvpool.policy.multiplexing import Adaptation, QuotaRule
+from kvpool.errors import ArgumentError, ArgumentTypeError, ClosedError, ForkError, Unsupported
+from kvpool.policy.multiplexing import Adaptation
 from kvpool.pool import Pool
 from kvpool.space.leaving import drained, keep_in_dram
-from kvpool.space.model import TIERS, Model, ModelPool, Rules, check_name, rule_of
-from kvpool.space.quotas import Targets
-from kvpool.space.records import ModelQuota, SpaceStats, SpaceTier, tier_quota
-from kvpool.space.units import bytes_from, padding, unit_from
+from kvpool.space.model import check_name
+from kvpool.space.models import Models
+from kvpool.space.records import ModelQuota, SpaceStats, SpaceTier
+from kvpool.space.rules import SAME, Sizes, rules_of
+from kvpool.space.units import bytes_from, padding, unit_from, units_of
 from kvpool.types import DRAM, HBM, KVLayout, RawLayout
 
 __all__ = ["Space"]
@@ -36,7 +30,6 @@ Keep = Literal["dram", "none"]
 _MODELS_MAX: Final = 16
 _UNITS_MAX: Final = (1 << 32) - 1
 _WASTE_MAX: Final = 0.05
-_SAME: Final[Any] = object()  # an argument that was not given
 
 
 class Space:
@@ -112,8 +105,7 @@ class Space:
             check_memory=own.check_memory,
         )  # fmt: skip
         self._lock = threading.RLock()
-        self._models: dict[str, Model] = {}
-        self._targets = Targets(self._core)
+        self._models = Models(self._core, self.unit_bytes)
         self._closed = False
         self._process = os.getpid()
 
@@ -122,9 +114,8 @@ class Space:
     @property
     def models(self) -> tuple[str, ...]:
         """The names of the models that are loaded."""
-        self._check_open()
-        with self._lock:
-            return tuple(name for name, model in self._models.items() if model.state != "kept")
+        with self._opened():
+            return self._models.loaded
 
     def load(
         self,
@@ -181,49 +172,10 @@ class Space:
                 "empty: make the unit smaller or the blocks larger, or pass allow_waste=True",
                 waste=wasted,
             )
-        block_units = -(-layout.block_bytes // self.unit_bytes)
-        block_bytes = block_units * self.unit_bytes
-        rules: Rules = {
-            "hbm": rule_of(reserve, limit, weight, block_bytes, block_units, "HBM"),
-            "dram": rule_of(dram_reserve, dram_limit, weight, block_bytes, block_units, "DRAM"),
-        }
-        self._check_open()
-        with self._lock:
-            self._check_open()
-            kept = self._models.get(name)
-            if kept is not None and kept.state != "kept":
-                raise ArgumentError(f"the space has a model {name!r} already")
-            if kept is not None and not kept.pool.closed:
-                return self._revive(name, kept, layout, rules, {field: getattr(own, field) for field in settings})
-            self._check_reserves(name, rules)
-            pool = ModelPool(self._core, layout, own, self.unit_bytes)
-            model = Model(pool, pool._space_number, layout, self.unit_bytes, rules)
-            try:
-                self._set_rules(name, model, rules)
-                self._models[name] = model  # instead of one that was kept, and whose pool was closed
-                self._follow()
-            except BaseException:
-                self._models.pop(name, None)
-                pool.close()
-                raise
-            return pool
-
-    def _revive(
-        self, name: str, model: Model, layout: KVLayout | RawLayout, rules: Rules, settings: Mapping[str, object]
-    ) -> Pool:
-        first = f"unload {name!r} with keep='none' first"
-        if model.layout != layout:
-            raise LayoutMismatch(f"the cache of {name!r} is kept with another layout: {first}")
-        for field, value in settings.items():
-            if getattr(model.pool.settings, field) != value:
-                was = shown(getattr(model.pool.settings, field))
-                raise ArgumentError(f"the pool of {name!r} is kept with {field}={was}, not {shown(value)}: {first}")
-        self._set_rules(name, model, rules)
-        model.rules = rules
-        model.state = "loaded"
-        self._core._hold(model.number, held=False)
-        self._follow()
-        return model.pool
+        sizes: Sizes = {"hbm": (reserve, limit), "dram": (dram_reserve, dram_limit)}
+        rules = rules_of(sizes, weight, units_of(layout, self.unit_bytes), self.unit_bytes)
+        with self._opened():
+            return self._models.load(name, layout, rules, own, settings)
 
     def unload(self, name: str, keep: Keep = "none", drain: float = 30.0) -> None:
         """Ends a model. Its memory is free for the others.
@@ -248,14 +200,8 @@ class Space:
         if keep not in ("dram", "none"):
             raise ArgumentError(f"keep is {shown(keep)}; it must be 'dram' or 'none'")
         seconds = seconds_from(drain, "drain")
-        self._check_open()
-        with self._lock:
-            model = self._model(name)
-            if model.state == "leaving":
-                raise StateError(f"another thread unloads {name!r}")
-            before = model.state
-            model.state = "leaving"
-            self._core._hold(model.number, held=True)
+        with self._opened():
+            model, before = self._models.begin_unload(name)
         try:
             drained(name, model, time.monotonic() + seconds)
             stays = keep == "dram" and keep_in_dram(model)
@@ -263,22 +209,12 @@ class Space:
                 model.pool.close()  # drops its cache
         except BaseException:
             with self._lock:
-                model.state = before
-                self._core._hold(model.number, held=before == "kept")
+                self._models.cancel_unload(model, before)
             raise
         with self._lock:
-            if stays:
-                nothing, limit = QuotaRule(0, None, 1.0), QuotaRule(0, model.rules["dram"].limit, 1.0)
-                try:
-                    self._set_rules(name, model, {"hbm": nothing, "dram": limit})
-                except StateError:  # it was closed just now
-                    stays = False
-            if stays:
-                model.state = "kept"
-            else:
-                self._models.pop(name, None)
+            self._models.end_unload(name, model, stays)
             if not self._closed:
-                self._follow()
+                self._models.follow()
 
     # --- quotas ---
 
@@ -286,11 +222,11 @@ class Space:
         self,
         name: str,
         *,
-        reserve: int | str = _SAME,
-        limit: int | str | None = _SAME,
-        weight: float = _SAME,
-        dram_reserve: int | str = _SAME,
-        dram_limit: int | str | None = _SAME,
+        reserve: int | str = SAME,
+        limit: int | str | None = SAME,
+        weight: float = SAME,
+        dram_reserve: int | str = SAME,
+        dram_limit: int | str | None = SAME,
     ) -> None:
         """Changes what a model may have, at once. What is not given stays.
 
@@ -309,31 +245,9 @@ class Space:
             ArgumentError, OutOfQuota, ArgumentTypeError, ClosedError: As `load`; or no model has the name.
             StateError: The model is unloaded, or its pool was closed.
         """
-        self._check_open()
-        with self._lock:
-            model = self._model(name)
-            units, old = model.block_units, model.rules
-            if model.state == "kept":
-                raise StateError(f"{name!r} is unloaded: load it with its quotas")
-            if model.pool.closed:
-                raise StateError(f"the pool of {name!r} is closed: unload it, and load it again")
-            share = old["hbm"].weight if weight is _SAME else weight
-            rules: Rules = {
-                "hbm": self._changed(old["hbm"], reserve, limit, share, units, "HBM"),
-                "dram": self._changed(old["dram"], dram_reserve, dram_limit, share, units, "DRAM"),
-            }
-            self._set_rules(name, model, rules)
-            model.rules = rules
-            self._follow()
-
-    def _changed(
-        self, old: QuotaRule, reserve: object, limit: object, weight: float, units: int, where: str
-    ) -> QuotaRule:
-        if reserve is _SAME:
-            reserve = old.reserve * self.unit_bytes
-        if limit is _SAME:
-            limit = None if old.limit is None else old.limit * self.unit_bytes
-        return rule_of(reserve, limit, weight, units * self.unit_bytes, units, where)
+        sizes: Sizes = {"hbm": (reserve, limit), "dram": (dram_reserve, dram_limit)}
+        with self._opened():
+            self._models.set_quota(name, sizes, weight)
 
     def adapt(
         self,
@@ -358,83 +272,31 @@ class Space:
             ArgumentError: A name is unknown or unloaded, or a number negative.
             ArgumentTypeError, ClosedError: As everywhere.
         """
-        waiting = {}
         if elapsed_s is not None:
             elapsed_s = seconds_from(elapsed_s, "elapsed_s")
         if settings is not None and not isinstance(settings, Adaptation):
             raise ArgumentTypeError(f"settings must be an Adaptation, not {type(settings).__name__}")
         if backlog is not None and not isinstance(backlog, Mapping):
             raise ArgumentTypeError(f"backlog must be a mapping, not {type(backlog).__name__}")
-        self._check_open()
-        with self._lock:
-            self._check_open()
-            (in_hbm, _), _ = self._core._tiers()
-            for name, blocks in (backlog or {}).items():
-                model = self._model(name)
-                number = int_from(blocks, f"the backlog of {name!r}")
-                if not model.has_quotas or number < 0:
-                    raise ArgumentError(f"the backlog of {name!r} is {shown(blocks)} blocks, or it is unloaded")
-                waiting[name] = min(number * model.block_units, in_hbm)
-            self._targets.follow(self._models, waiting, elapsed_s, settings)
+        with self._opened():
+            self._models.adapt(backlog or {}, elapsed_s, settings)
 
     def quotas(self) -> dict[str, ModelQuota]:
         """What each model may have and has, at one moment, those whose cache is kept among them."""
-        self._check_open()
-        with self._lock:
-            self._check_open()
-            (in_hbm, hbm), (in_dram, dram) = self._core._tiers()
-            return {
-                name: ModelQuota(
-                    tier_quota(hbm[model.number], in_hbm, self.unit_bytes),
-                    tier_quota(dram[model.number], in_dram, self.unit_bytes),
-                    model.rules["hbm"].weight,
-                    model.block_units * self.unit_bytes,
-                    model.waste,
-                    model.state == "kept",
-                )
-                for name, model in self._models.items()
-            }
-
-    def _check_reserves(self, name: str, rules: Rules, number: int | None = None) -> None:
-        """Raises ArgumentError if the reserves would exceed a capacity. `number`: of a model that has rules."""
-        for tier, (capacity, uses) in zip(TIERS, self._core._tiers(), strict=True):
-            others = sum(use[0] for at, use in enumerate(uses) if at != number)
-            reserve = rules[tier].reserve
-            if reserve + others > capacity:
-                raise ArgumentError(
-                    f"{name!r}: a reserve of {reserve} units of {tier.upper()} does not fit beside the {others} that "
-                    f"others have reserved, of {capacity}",
-                    reserve=reserve,
-                    capacity=capacity,
-                )
-
-    def _set_rules(self, name: str, model: Model, rules: Rules) -> None:
-        self._check_reserves(name, rules, model.number)
-        (in_hbm, _), (in_dram, _) = self._core._tiers()
-        numbers = []
-        for tier, capacity in (("hbm", in_hbm), ("dram", in_dram)):
-            rule = rules[cast(Literal["hbm", "dram"], tier)]
-            whole = capacity // model.block_units * model.block_units
-            most = whole if rule.limit is None else min(rule.limit, whole)
-            numbers.append((rule.reserve, max(most, rule.reserve), 0))
-        self._core._set_rules(model.number, name, numbers[0], numbers[1])
-
-    def _follow(self) -> None:
-        self._targets.follow(self._models, {}, 0.0, None)
+        with self._opened():
+            return self._models.quotas()
 
     # --- state ---
 
     def stats(self) -> SpaceStats:
         """The memory, and every model's pool."""
-        self._check_open()
-        with self._lock:
-            self._check_open()
+        with self._opened():
             return SpaceStats(
                 self.unit_bytes,
                 self.activations,
                 self._tier(HBM),
                 self._tier(DRAM),
-                {name: model.pool.stats() for name, model in self._models.items() if not model.pool.closed},
+                {name: pool.stats() for name, pool in self._models.pools()},
             )
 
     def _tier(self, medium: int) -> SpaceTier:
@@ -446,13 +308,10 @@ class Space:
         Visits every unit, block and node. Raises AuditError when an invariant is broken: a bug in kvpool, or
         overwritten memory.
         """
-        self._check_open()
-        with self._lock:
-            self._check_open()
+        with self._opened():
             self._core._audit()
-            for model in self._models.values():
-                if not model.pool.closed:
-                    model.pool.audit()
+            for _, pool in self._models.pools():
+                pool.audit()
             return self.stats()
 
     @property
@@ -466,8 +325,7 @@ class Space:
             return
         with self._lock:
             self._closed = True
-            models = list(self._models.values())
-            self._models.clear()
+            models = self._models.clear()
         for model in models:
             model.pool.close()
 
@@ -489,17 +347,16 @@ class Space:
             f"{dram.free} of {dram.capacity} of DRAM>"
         )
 
+    @contextmanager
+    def _opened(self) -> Iterator[None]:
+        """Under the lock. In a forked child it raises before: another thread may have had the lock."""
+        self._check_open()
+        with self._lock:
+            self._check_open()
+            yield
+
     def _check_open(self) -> None:
         if self._process != os.getpid():
             raise ForkError("the space belongs to the process that made it, which has forked this one")
         if self._closed:
             raise ClosedError("the space is closed")
-
-    def _model(self, name: str) -> Model:
-        self._check_open()
-        found = self._models.get(check_name(name))
-        if found is None:
-            raise ArgumentError(
-                f"no model is called {name!r}; there are {', '.join(sorted(self._models)) or 'no models'}"
-            )
-        return found

@@ -10,7 +10,7 @@ from kvpool.arguments import int_from, shown
 from kvpool.errors import ArgumentError, ArgumentTypeError
 from kvpool.types import KVLayout, RawLayout
 
-__all__ = ["UNIT_MAX", "UNIT_MIN", "bytes_from", "padding", "unit_for", "unit_from"]
+__all__ = ["UNIT_MAX", "UNIT_MIN", "bytes_from", "padding", "unit_for", "unit_from", "units_of"]
 
 UNIT_MIN: Final = 4 << 10
 UNIT_MAX: Final = 64 << 10
@@ -46,10 +46,14 @@ def bytes_from(value: object, what: str) -> int:
     return size
 
 
+def units_of(layout: KVLayout | RawLayout, unit: int) -> int:
+    """How many units of `unit` bytes a block has."""
+    return -(-layout.block_bytes // unit)
+
+
 def padding(layout: KVLayout | RawLayout, unit: int) -> float:
     """The part of a block's units that its bytes leave empty: 0 or more, below 1."""
-    units = -(-layout.block_bytes // unit)
-    return 1 - layout.block_bytes / (units * unit)
+    return 1 - layout.block_bytes / (units_of(layout, unit) * unit)
 
 
 def unit_for(layouts: Sequence[KVLayout | RawLayout]) -> int:
