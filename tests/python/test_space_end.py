@@ -258,6 +258,17 @@ def test_a_kept_model_whose_pool_was_closed_gets_a_new_one(space):
     assert space.models == ("a",)
 
 
+def test_a_load_that_is_refused_keeps_a_model_whose_pool_was_closed(space):
+    a, b = space.load("a", layout(1)), space.load("b", layout(1))
+    space.unload("a", keep="dram")
+    a.close()
+    b.alloc(20)
+    before = space.quotas()
+    with pytest.raises(kvpool.OutOfQuota):
+        space.load("a", layout(1), reserve=8 * UNIT)
+    assert space.quotas() == before
+
+
 def test_a_kept_pool_keeps_its_settings_and_others_are_refused(space):
     a = space.load("a", layout(1), policy="fifo")
     space.unload("a", keep="dram")

@@ -70,7 +70,10 @@ class Models:
             self._by_name[name] = model  # instead of one that was kept, and whose pool was closed
             self.follow()
         except BaseException:
-            self._by_name.pop(name, None)
+            if kept is None:
+                self._by_name.pop(name, None)
+            else:
+                self._by_name[name] = kept
             pool.close()
             raise
         return pool
