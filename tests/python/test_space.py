@@ -274,6 +274,10 @@ def test_quotas_follow_what_models_need_and_sum_up_to_the_capacity(space):
         ({"backlog": {"c": 1}}, kvpool.ArgumentError),
         ({"backlog": {"a": -1}}, kvpool.ArgumentError),
         ({"backlog": {"a": 1.5}}, kvpool.ArgumentTypeError),
+        ({"backlog": {"a": True}}, kvpool.ArgumentTypeError),
+        ({"backlog": {3: 1}}, kvpool.ArgumentTypeError),
+        ({"backlog": [1]}, kvpool.ArgumentTypeError),
+        ({"settings": 3}, kvpool.ArgumentTypeError),
         ({"elapsed_s": -1}, kvpool.ArgumentError),
         ({"elapsed_s": "1"}, kvpool.ArgumentTypeError),
     ],
@@ -336,24 +340,6 @@ def test_a_load_that_is_refused_registers_no_model(space):
     assert space.models == ("a",)
     a.free(addrs)
     space.load("b", layout(1), reserve=8 * UNIT)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        ({"settings": 3}, kvpool.ArgumentTypeError),
-        ({"backlog": [1]}, kvpool.ArgumentTypeError),
-        ({"backlog": {"a": True}}, kvpool.ArgumentTypeError),
-        ({"backlog": {"a": -1}}, kvpool.ArgumentError),
-        ({"backlog": {3: 1}}, kvpool.ArgumentTypeError),
-    ],
-)
-def test_adapt_refuses_what_is_no_backlog_and_no_settings(space, arguments, error):
-    space.load("a", layout(1))
-    before = space.quotas()
-    with pytest.raises(error):
-        space.adapt(**arguments)
-    assert space.quotas() == before
 
 
 @pytest.mark.parametrize("blocks", [1 << 80, 1 << 1100], ids=["80 bits", "1100 bits"])
