@@ -48,7 +48,7 @@ IndexHit PromptCache::match_within(std::string_view name_space, const Token* tok
   return hit;
 }
 
-void PromptCache::check_quotas_since(const Pinnable& before, const std::vector<InsertOutcome>& freed) const {
+void PromptCache::check_quotas_since(const Pinnable& before, std::span<const InsertOutcome> freed) const {
   if (!blocks_.space().has_quotas()) return;
   MediumMap<std::uint32_t> freed_soon{};
   for (const InsertOutcome& outcome : freed) {

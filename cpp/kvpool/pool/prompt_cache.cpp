@@ -128,7 +128,7 @@ std::vector<InsertOutcome> PromptCache::insert(std::string_view name_space, std:
         outcome.duplicates.push_back(address);
       }
     }
-    check_quotas_since(before, free_duplicates ? outcomes : std::vector<InsertOutcome>());
+    check_quotas_since(before, std::span(outcomes).first(free_duplicates ? outcomes.size() : 0));
   } catch (...) {
     for (std::size_t i = done.size(); i-- > 0;) take_back(items[i], done[i]);
     throw;

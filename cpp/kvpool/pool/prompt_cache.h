@@ -172,7 +172,7 @@ class PromptCache final : private IndexObserver, private CachedBlocks {
   };
   Pinnable pinnable() const noexcept;
   bool overdrawn_since(const Pinnable& before, MediumMap<std::uint32_t> freed_soon) const noexcept;
-  void check_quotas_since(const Pinnable& before, const std::vector<InsertOutcome>& freed) const;
+  void check_quotas_since(const Pinnable& before, std::span<const InsertOutcome> freed) const;
   // Cached blocks that a pin would make active.
   std::size_t pinnable(Medium medium) const noexcept { return evictable(medium) + index_.held(value_class_of(medium)); }
   std::uint32_t unpinned_blocks(Medium medium) const noexcept override {
