@@ -97,7 +97,7 @@ void BlockSpace::set_rules(std::uint32_t number, const MediumMap<QuotaRule>& rul
   for (const Medium medium : kMedia) {
     const QuotaRule& rule = rules[medium];
     const std::string where = std::string(" units of ") + medium_name(medium);
-    if (rule.reserve > rule.limit && rule.reserve > 0) {
+    if (rule.reserve > rule.limit) {
       throw Error(ErrorCode::kArgument,
                   model + ": a reserve of " + std::to_string(rule.reserve) + where + " is above the limit of " +
                       std::to_string(rule.limit),

@@ -35,7 +35,6 @@ class SharedSpace {
   // Throws kArgument, kOutOfMemory, kUnsupported.
   explicit SharedSpace(const SharedSpaceOptions& options);
 
-  std::size_t unit_bytes() const noexcept { return unit_bytes_; }
   BlockSpace& space() const noexcept { return *space_; }
   // What a pool with this layout is made from. Throws kArgument: a block must be one run of bytes, and fit.
   SpaceShare share(const Layout& layout) const;
