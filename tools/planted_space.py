@@ -8,7 +8,9 @@ from tools.planted_kit import Bug, in_cpp, in_python
 
 __all__ = ["SPACE_BUGS"]
 
+_PLAN: Final = ("quotas_test.cpp", "space_quotas_test.cpp")
 _QUOTAS: Final = ("space_quotas_test.cpp",)
+_MOVES: Final = ("space_quotas_moves_test.cpp",)
 _SPACE: Final = ("python/test_space.py",)
 _END: Final = ("python/test_space_end.py",)
 
@@ -18,7 +20,7 @@ SPACE_BUGS: Final = (
         "blocks",
         "a model grows at the cost of what another has cached within its reserve (P)",
         in_cpp("blocks/quotas.cpp", "within ? its.rule.reserve :", "within ? 0U :"),
-        _QUOTAS,
+        _PLAN,
     ),
     Bug(
         "pins-are-not-admitted",
@@ -40,7 +42,7 @@ SPACE_BUGS: Final = (
             "    if (node->payload.held) held_of(node->payload.value_class) -= node->pages;\n",
             "",
         ),
-        _QUOTAS,
+        _MOVES,
     ),
     Bug(
         "moved-blocks-pinned-unchecked",
@@ -51,7 +53,7 @@ SPACE_BUGS: Final = (
             "before.blocks[medium] = pinnable(medium);",
             "before.blocks[medium] = evictable(medium);",
         ),
-        _QUOTAS,
+        _MOVES,
     ),
     Bug(
         "closed-pool-keeps-what-was-pinned",

@@ -1,4 +1,4 @@
-// Quotas: what the plan says, and that a space of several pools keeps to it.
+// Quotas: a space of several pools keeps to them.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -11,11 +11,8 @@
 #include <vector>
 
 #include "kvpool/blocks/block_space.h"
-#include "kvpool/blocks/cache_blocks.h"
 #include "kvpool/blocks/quotas.h"
 #include "kvpool/pool/peer_claims.h"
-#include "kvpool/pool/pending_swap_in.h"
-#include "kvpool/pool/prompt_cache.h"
 #include "kvpool/pool/shared_space.h"
 #include "pool_fixture.h"
 #include "thrown.h"
@@ -79,6 +76,14 @@ void cache(const std::shared_ptr<Pool>& pool, Token first, std::size_t prompts) 
   }
 }
 
+// Caches 16 prompts in a space of 16 units, and pins one in each of the four places of four units but one.
+std::vector<Found> fill_but_for_one_place(const std::shared_ptr<Pool>& small) {
+  cache(small, 0, 16);
+  std::vector<Found> pinned;
+  for (const Token id : {0, 4, 12}) pinned.push_back(match(small, prompt(id, 1)));
+  return pinned;
+}
+
 std::optional<Error> refusal(Pool& pool, std::size_t n, MediumChoice medium = Medium::kHbm) {
   Addresses out(n);
   return error_of([&] { pool.alloc_evicting(n, medium, out.data()); });
@@ -93,106 +98,7 @@ std::int64_t field(const Error& error, const std::string& name) {
 
 constexpr QuotaRule kFree{0, UINT32_MAX, 0};
 
-// Two models without pools, so that a test can stop between the steps of a move: `moving` has cached a prompt of eight
-// blocks, and the other has reserved four of the twelve.
-struct StoppedMove {
-  struct One {
-    explicit One(BlockSpace& space) : blocks(space, {}), cache(blocks, kPage, EvictionPolicy::kLru, false) {}
-    CacheBlocks blocks;
-    PromptCache cache;
-  };
-
-  StoppedMove() : space(units(), 3), moving((space.enforce_quotas(), space)), other(space) {
-    set(moving, 0);
-    set(other, 4);
-    const SpaceLock lock = space.lock();
-    REQUIRE(moving.blocks.take_within(8, Medium::kHbm, BlockState::kActive, blocks.data()));
-    unpin(insert());
-  }
-
-  static MediumMap<std::uint32_t> units() {
-    MediumMap<std::uint32_t> units{};
-    units[Medium::kHbm] = 12;
-    units[Medium::kDram] = 8;
-    return units;
-  }
-
-  void set(const One& model, std::uint32_t reserve) {
-    MediumMap<QuotaRule> rules{};
-    rules[Medium::kHbm] = {reserve, UINT32_MAX, 0};
-    rules[Medium::kDram] = kFree;
-    const SpaceLock lock = space.lock();
-    space.set_rules(model.blocks.number(), rules, "model " + std::to_string(model.blocks.number()));
-  }
-
-  IndexPin insert() {
-    Addresses canonical(8);
-    const InsertItem item{tokens.data(), tokens.size(), blocks.data(), blocks.size(), canonical.data()};
-    return moving.cache.insert("", {&item, 1}, false)[0].pin;
-  }
-
-  IndexHit match() { return moving.cache.match("", tokens.data(), tokens.size(), Addresses(8).data()); }
-  void unpin(const IndexPin& pin) { moving.cache.unpin(&pin, 1); }
-
-  BlockSpace space;
-  One moving;
-  One other;
-  const Tokens tokens = prompt(1, 8);
-  Addresses blocks = Addresses(8);
-};
-
 }  // namespace
-
-TEST_CASE("a plan takes what is beyond quotas from the top, then the own cache, then what is beyond reserves") {
-  QuotaTier tier;
-  tier.capacity = 100;
-  tier.models[0] = {{0, 100, 10}, 0, 40};   // 30 beyond
-  tier.models[1] = {{0, 100, 10}, 0, 30};   // 20 beyond
-  tier.models[2] = {{5, 100, 20}, 10, 10};  // within its quota
-  REQUIRE(tier.admits(2, 75));
-  CHECK(!tier.admits(2, 91));
-  CHECK(tier.free() == 10);
-
-  const QuotaRoom some = reclaim(tier, 2, 24, nullptr);
-  CHECK(some.free == 10);
-  REQUIRE(some.count == 2);
-  CHECK(some.evictions[0].units == 12);  // to 18 beyond
-  CHECK(some.evictions[1].units == 2);
-
-  const QuotaRoom more = reclaim(tier, 2, 65, nullptr);
-  REQUIRE(more.count == 3);
-  CHECK(more.evictions[0].model == 2);  // its own comes first in the list
-  CHECK(more.evictions[0].units == 5);
-  CHECK(more.evictions[1].units == 30);
-  CHECK(more.evictions[2].units == 20);
-}
-
-TEST_CASE("a plan takes nothing within a neighbour's reserve, however little the others have") {
-  QuotaTier tier;
-  tier.capacity = 10;
-  tier.models[0] = {{5, 10, 5}, 0, 5};
-  tier.models[2] = {{0, 10, 5}, 0, 5};
-  tier.models[1].rule = {0, 10, 0};
-  const QuotaRoom room = reclaim(tier, 1, 5, nullptr);
-  REQUIRE(room.count == 1);
-  CHECK(room.evictions[0].model == 2);
-  CHECK(room.evictions[0].units == 5);
-  CHECK(!tier.admits(1, 6));
-}
-
-TEST_CASE("what a plan evicts goes to DRAM as far as its owner's quota there and the room allow") {
-  QuotaTier tier;
-  tier.capacity = 20;
-  tier.models[0] = {{0, 20, 0}, 0, 20};
-  tier.models[1].rule = {0, 20, 20};
-  QuotaTier dram;
-  dram.capacity = 8;
-  dram.models[0] = {{0, 8, 6}, 0, 1};
-  const QuotaRoom room = reclaim(tier, 1, 10, &dram);
-  REQUIRE(room.count == 1);
-  CHECK(room.evictions[0].units == 10);
-  CHECK(room.evictions[0].swapped == 5);
-}
 
 TEST_CASE("a pool without rules may have nothing, and rules that cannot hold are refused with nothing changed") {
   Models models(24, 8);
@@ -321,9 +227,7 @@ TEST_CASE("when no place is free although memory suffices, the neighbours in one
   Models models(16, 0);
   const auto small = models.load(1, {0, UINT32_MAX, 16});
   const auto large = models.load(4, {4, UINT32_MAX, 0});
-  cache(small, 0, 16);
-  std::vector<Found> pinned;  // a unit in each place but one
-  for (const Token id : {0, 4, 12}) pinned.push_back(match(small, prompt(id, 1)));
+  const std::vector<Found> pinned = fill_but_for_one_place(small);
   std::array<bool, 4> held{};
   for (const Found& found : pinned) held[block_of(found.addresses[0]) / 4] = true;
   REQUIRE(std::count(held.begin(), held.end(), true) == 3);
@@ -459,71 +363,6 @@ TEST_CASE("models that allocate at once always get their reserves") {
   for (const auto& pool : pools) pool->audit();
 }
 
-TEST_CASE("a block that is pinned on its way to DRAM is active for every check from then on") {
-  StoppedMove stopped;
-  {
-    const SpaceLock lock = stopped.space.lock();
-    PromptCache::MoveOut move = stopped.moving.cache.begin_move_out(8);
-    CHECK(stopped.other.blocks.takeable(12, Medium::kHbm) == 4);  // more, when the move is over
-    const IndexHit hit = stopped.match();
-    CHECK(hit.pages == 8);  // they fit, moving or not
-    CHECK(stopped.space.quota_tier(Medium::kHbm).models[stopped.moving.blocks.number()].active == 8);
-    CHECK(stopped.moving.blocks.takeable(1, Medium::kHbm) == 0);
-    CHECK_NOTHROW(stopped.space.audit());
-    CHECK(stopped.moving.cache.finish_move_out(move, nullptr) == 0);
-    CHECK_NOTHROW(stopped.space.audit());
-    CHECK_NOTHROW(stopped.moving.cache.audit());
-    stopped.unpin(hit.pin);
-    CHECK(stopped.space.quota_tier(Medium::kHbm).models[stopped.moving.blocks.number()].historical == 8);
-  }
-  SUBCASE("no reserve is promised that pins during a move have used up") {
-    PromptCache::MoveOut move;
-    {
-      const SpaceLock lock = stopped.space.lock();
-      move = stopped.moving.cache.begin_move_out(8);
-      CHECK(stopped.match().pages == 8);
-    }
-    CHECK(code_of([&] { stopped.set(stopped.other, 5); }) == ErrorCode::kOutOfBlocks);
-    const SpaceLock lock = stopped.space.lock();
-    stopped.moving.cache.cancel_move_out(move);
-    CHECK_NOTHROW(stopped.space.audit());
-    CHECK_NOTHROW(stopped.moving.cache.audit());
-  }
-}
-
-TEST_CASE("a pin that ends during a move counts no more, and the move goes on") {
-  StoppedMove stopped;
-  const SpaceLock lock = stopped.space.lock();
-  PromptCache::MoveOut move = stopped.moving.cache.begin_move_out(8);
-  stopped.unpin(stopped.match().pin);
-  CHECK_NOTHROW(stopped.moving.cache.audit());
-  CHECK(stopped.moving.cache.finish_move_out(move, nullptr) == 8);
-  CHECK(stopped.space.quota_tier(Medium::kHbm).models[stopped.moving.blocks.number()].active == 0);
-  CHECK(stopped.space.quota_tier(Medium::kDram).models[stopped.moving.blocks.number()].historical == 8);
-  CHECK_NOTHROW(stopped.moving.cache.audit());
-}
-
-TEST_CASE("an insertion and a swap in pin nothing on its way to DRAM that others' reserves need") {
-  StoppedMove stopped;
-  const SpaceLock lock = stopped.space.lock();
-  Addresses taken(4);
-  REQUIRE(stopped.other.blocks.take_within(4, Medium::kHbm, BlockState::kActive, taken.data()));
-  PromptCache::MoveOut move = stopped.moving.cache.begin_move_out(8);
-  // Others have taken all that the eight blocks would leave.
-  MediumMap<QuotaRule> rules{};
-  rules[Medium::kHbm] = {8, UINT32_MAX, 0};
-  rules[Medium::kDram] = kFree;
-  stopped.space.set_rules(stopped.other.blocks.number(), rules, "other");
-  CHECK(error_of([&] { stopped.insert(); })->cause() == ErrorCause::kQuota);
-  PendingSwapIn pending;
-  CHECK(error_of([&] { stopped.moving.cache.begin_move_in(stopped.blocks, {}, pending); })->cause() ==
-        ErrorCause::kQuota);
-  CHECK(stopped.match().pages == 4);
-  CHECK_NOTHROW(stopped.space.audit());
-  stopped.moving.cache.cancel_move_out(move);
-  CHECK_NOTHROW(stopped.moving.cache.audit());
-}
-
 TEST_CASE("the cache of a closed pool goes with its last pins, and the pool gets no quotas any more") {
   Models models(24, 0);
   const auto a = models.load(3, {12, UINT32_MAX, 12});
@@ -546,9 +385,7 @@ TEST_CASE("a failure for want of places drops nothing when it can be seen before
   Models models(16, 0);
   const auto small = models.load(1, {0, UINT32_MAX, 16});
   const auto large = models.load(4, {4, UINT32_MAX, 0});
-  cache(small, 0, 16);
-  std::vector<Found> pinned;  // a unit in each place but one
-  for (const Token id : {0, 4, 12}) pinned.push_back(match(small, prompt(id, 1)));
+  const std::vector<Found> pinned = fill_but_for_one_place(small);
   const auto refused = refusal(*large, 2);
   REQUIRE(refused);
   CHECK(field(*refused, "fragmented") == 1);
