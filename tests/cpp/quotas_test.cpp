@@ -55,3 +55,21 @@ TEST_CASE("what a plan evicts goes to DRAM as far as its owner's quota there and
   CHECK(room.evictions[0].units == 10);
   CHECK(room.evictions[0].swapped == 5);
 }
+
+TEST_CASE("a plan names neighbours by number, whichever was asked first, and the first of them have the room in DRAM") {
+  QuotaTier tier;
+  tier.capacity = 10;
+  tier.models[0].rule = {0, 10, 0};
+  tier.models[1] = {{0, 10, 3}, 0, 3};  // within its quota: asked last
+  tier.models[2] = {{0, 10, 0}, 0, 4};
+  QuotaTier dram;
+  dram.capacity = 4;
+  dram.models[1].rule = {0, 4, 4};
+  dram.models[2].rule = {0, 4, 4};
+  const QuotaRoom room = reclaim(tier, 0, 9, &dram);
+  REQUIRE(room.count == 2);
+  CHECK(room.evictions[0].model == 1);
+  CHECK(room.evictions[0].swapped == 2);
+  CHECK(room.evictions[1].model == 2);
+  CHECK(room.evictions[1].swapped == 2);
+}

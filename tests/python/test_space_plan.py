@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpool import _core
@@ -19,13 +19,13 @@ def tiers(draw: Any, models: int) -> mux.Tier:
     unused = capacity
     rules, uses, quotas = {}, {}, {}
     for name in map(str, range(models)):
-        active = draw(st.integers(0, unused))
+        active = draw(st.integers(0, unused // 2))
         historical = draw(st.integers(0, unused - active))
         unused -= active + historical
         reserve = draw(st.integers(0, capacity // models))
         rules[name] = mux.QuotaRule(reserve, draw(st.none() | st.integers(max(1, reserve), 70)))
         uses[name] = mux.Use(active, historical)
-        quotas[name] = draw(st.integers(0, 70))
+        quotas[name] = draw(st.integers(0, capacity // 2) | st.integers(0, 70))
     try:
         return mux.Tier(capacity, rules, uses, quotas)
     except OutOfQuota:  # what is active and what is reserved do not fit together
@@ -42,12 +42,15 @@ def numbers(tier: mux.Tier | None) -> Any:
     return tier.capacity, models
 
 
+@settings(max_examples=1000)
 @given(st.data())
 def test_the_core_plans_as_the_policy_does(data):
     models = data.draw(st.integers(1, 6))
     hbm = data.draw(tiers(models))
     dram = data.draw(st.none() | tiers(models))
-    model, units = data.draw(st.integers(0, models - 1)), data.draw(st.integers(0, 70))
+    model = data.draw(st.integers(0, models - 1))
+    admitted = hbm.most(str(model)) - hbm.uses[str(model)].active  # or fewer
+    units = data.draw(st.integers(0, max(0, admitted)) | st.integers(0, 70))
     plan = _core._plan_room(numbers(hbm), model, units, numbers(dram))
     try:
         wanted = mux.reclaim(hbm, str(model), units, dram)

@@ -9,19 +9,6 @@ using Signed = std::int64_t;
 template <class T>
 using PerModel = std::array<T, kQuotaModelsMax>;
 
-// What is evicted of each model, the growing one first and then in the order in which they were asked.
-struct Evicted {
-  void add(std::uint32_t model, std::uint32_t count) noexcept {
-    if (count == 0) return;
-    if (model != order[0] && units[model] == 0) order[models++] = model;
-    units[model] += count;
-  }
-
-  PerModel<std::uint32_t> order{};
-  std::size_t models = 1;
-  PerModel<std::uint32_t> units{};
-};
-
 struct Giver {
   std::uint32_t model = 0;
   Signed height = 0;  // units beyond its quota
@@ -38,7 +25,7 @@ Signed kept_at(const PerModel<Giver>& givers, std::size_t n, Signed level) noexc
 // Takes `wanted` units, or all that can be given, always from the highest that can give: all end at one level, except
 // those that can give no more. Units that do not divide stay with the first. Returns how many it took.
 std::uint32_t from_the_top(std::uint32_t wanted, const PerModel<Giver>& givers, std::size_t n,
-                           Evicted& evicted) noexcept {
+                           PerModel<std::uint32_t>& evicted) noexcept {
   if (n == 0) return 0;
   Signed highs = 0;
   Signed lows = 0;
@@ -68,7 +55,7 @@ std::uint32_t from_the_top(std::uint32_t wanted, const PerModel<Giver>& givers, 
       ++stays;
       --left;
     }
-    evicted.add(giver.model, static_cast<std::uint32_t>(giver.height - stays));
+    evicted[giver.model] += static_cast<std::uint32_t>(giver.height - stays);
     taken += giver.height - stays;
   }
   return static_cast<std::uint32_t>(taken);
@@ -77,12 +64,12 @@ std::uint32_t from_the_top(std::uint32_t wanted, const PerModel<Giver>& givers, 
 // Evicts up to `missing` units of other models: of what they have beyond their quotas, or, with `within`, beyond their
 // reserves.
 std::uint32_t from_neighbours(const QuotaTier& tier, std::uint32_t model, std::uint32_t missing, bool within,
-                              Evicted& evicted) noexcept {
+                              PerModel<std::uint32_t>& evicted) noexcept {
   PerModel<Giver> givers{};
   std::size_t n = 0;
   for (std::uint32_t other = 0; other < kQuotaModelsMax; ++other) {
     const QuotaModel& its = tier.models[other];
-    const Signed historical = Signed{its.historical} - evicted.units[other];
+    const Signed historical = Signed{its.historical} - evicted[other];
     const Signed has = its.active + historical;
     const Signed floor = within ? its.rule.reserve : std::max(its.rule.reserve, its.rule.quota);
     const Signed can = std::min(historical, has - floor);
@@ -91,22 +78,27 @@ std::uint32_t from_neighbours(const QuotaTier& tier, std::uint32_t model, std::u
   return from_the_top(missing, givers, n, evicted);
 }
 
-QuotaRoom room_of(std::uint32_t free, const Evicted& evicted, const QuotaTier* dram) noexcept {
+// The model's own eviction first, then those of its neighbours by number. The first have the free units of DRAM.
+QuotaRoom room_of(std::uint32_t model, std::uint32_t free, const PerModel<std::uint32_t>& evicted,
+                  const QuotaTier* dram) noexcept {
   QuotaRoom room;
   room.free = free;
   Signed below = dram != nullptr ? dram->free() : 0;
-  for (std::size_t i = 0; i < evicted.models; ++i) {
-    const std::uint32_t model = evicted.order[i];
-    const Signed units = evicted.units[model];
-    if (units == 0) continue;
+  const auto add = [&](std::uint32_t owner) {
+    const Signed units = evicted[owner];
+    if (units == 0) return;
     Signed swapped = 0;
     if (dram != nullptr) {
-      const QuotaModel& its = dram->models[model];
-      const Signed may = std::min(its.rule.quota, dram->limit(model));
+      const QuotaModel& its = dram->models[owner];
+      const Signed may = std::min(its.rule.quota, dram->limit(owner));
       swapped = std::max<Signed>(0, std::min({units, may - its.active - its.historical, below}));
       below -= swapped;
     }
-    room.evictions[room.count++] = {model, static_cast<std::uint32_t>(units), static_cast<std::uint32_t>(swapped)};
+    room.evictions[room.count++] = {owner, static_cast<std::uint32_t>(units), static_cast<std::uint32_t>(swapped)};
+  };
+  add(model);
+  for (std::uint32_t other = 0; other < kQuotaModelsMax; ++other) {
+    if (other != model) add(other);
   }
   return room;
 }
@@ -140,19 +132,18 @@ std::uint32_t growth_of(const QuotaModel& model, std::uint64_t committed, std::u
 
 QuotaRoom reclaim(const QuotaTier& tier, std::uint32_t model, std::uint32_t units, const QuotaTier* dram) noexcept {
   const QuotaModel& own = tier.models[model];
-  Evicted evicted;
-  evicted.order[0] = model;
   const Signed above = Signed{own.active} + own.historical + units - tier.limit(model);
-  evicted.add(model, static_cast<std::uint32_t>(std::clamp<Signed>(above, 0, own.historical)));
-  std::uint32_t missing = units - std::min(units, evicted.units[model]);
+  PerModel<std::uint32_t> evicted{};
+  evicted[model] = static_cast<std::uint32_t>(std::clamp<Signed>(above, 0, own.historical));
+  std::uint32_t missing = units - std::min(units, evicted[model]);
   const std::uint32_t free = std::min(tier.free(), missing);
   missing -= free;
   missing -= from_neighbours(tier, model, missing, /*within=*/false, evicted);
-  const std::uint32_t mine = std::min(own.historical - evicted.units[model], missing);
-  evicted.add(model, mine);
+  const std::uint32_t mine = std::min(own.historical - evicted[model], missing);
+  evicted[model] += mine;
   missing -= mine;
   from_neighbours(tier, model, missing, /*within=*/true, evicted);
-  return room_of(free, evicted, dram);
+  return room_of(model, free, evicted, dram);
 }
 
 }  // namespace kvpool
