@@ -387,12 +387,11 @@ void CacheBlocks::hold_for_reading(const Address* addresses, std::size_t n, std:
 
 void CacheBlocks::release_reading(const Address* addresses, std::size_t n) noexcept {
   for (std::size_t i = 0; i < n; ++i) {
-    const BlockStore& blocks = store_of(addresses[i]);
+    const Medium medium = medium_of(addresses[i]);
     const std::uint32_t block = block_of(addresses[i]);
-    std::uint16_t& readers = readers_[medium_of(addresses[i])][block];
-    if (--readers > 0 || blocks.state(block) != BlockState::kReserved || blocks.tag(block) != kUnreadTag) continue;
-    --unread_[medium_of(addresses[i])];
-    release_unread(medium_of(addresses[i]), block, 1);
+    if (--readers_[medium][block] > 0 || !is_unread(addresses[i])) continue;
+    --unread_[medium];
+    release_unread(medium, block, 1);
   }
 }
 
@@ -418,10 +417,14 @@ void CacheBlocks::audit() const {
   const auto fail = [](const std::string& what) { throw Error(ErrorCode::kAudit, "blocks: " + what); };
   for (const BlockStore& blocks : stores_) blocks.audit();
   for (const Medium medium : kMedia) {
+    const BlockStore& blocks = store(medium);
     const std::vector<std::uint16_t>& readers = readers_[medium];
+    std::uint32_t unread = 0;
     for (std::uint32_t block = 0; block < readers.size(); ++block) {
-      if (readers[block] > 0 && store(medium).state(block) == BlockState::kFree) fail("a free block is read (L2)");
+      if (readers[block] > 0 && blocks.state(block) == BlockState::kFree) fail("a free block is read (L2)");
+      if (is_unread(blocks.address_of(block))) ++unread;
     }
+    if (unread != unread_[medium]) fail("a wrong count of freed blocks that are read (L2)");
   }
   const BlockStore& hbm = store(Medium::kHbm);
   if (engine_allocates_ && hbm.count(BlockState::kHistorical) > 0) {
