@@ -90,6 +90,13 @@ SPACE_BUGS: Final = (
         _QUOTAS,
     ),
     Bug(
+        "read-blocks-count-as-given-up-for-ever",
+        "blocks",
+        "blocks that were freed while a transfer read them count as historical when they are active again (Z4)",
+        in_cpp("blocks/cache_blocks.cpp", "    --unread_[medium];\n", ""),
+        ("cache_blocks_test.cpp",),
+    ),
+    Bug(
         "limit-stays-low",
         "blocks",
         "a limit that is raised again lets no growth through",
