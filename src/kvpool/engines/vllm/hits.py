@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -212,7 +213,7 @@ class _Search:
     def _look_for_state(self, group: int, end: int) -> int:
         """The last boundary up to `end` tokens whose state is cached, as far as such states are remembered."""
         block_tokens = self._groups.block_tokens
-        for first in self._remembered(group, end, end - block_tokens, _STATES_TRIED_MAX, 0):
+        for first in chain(self._remembered(group, end, end - block_tokens, _STATES_TRIED_MAX), (0,)):
             boundary = (first + 1) * block_tokens
             state = self._match(*self._part(group, boundary, first))
             if state.tokens == block_tokens:
@@ -233,8 +234,8 @@ class _Search:
             yield first
         yield from self._remembered(group, end, (first - 1) * block_tokens, _TRIED_MAX)
 
-    def _remembered(self, group: int, end: int, last: int, most: int, *more: int) -> Iterator[int]:
-        """Blocks at which tails or states of this prompt begin, from the token `last` back; then `more`."""
+    def _remembered(self, group: int, end: int, last: int, most: int) -> Iterator[int]:
+        """Blocks at which tails or states of this prompt begin, from the token `last` back."""
         tried = 0
         for begin in self._beginnings.likely(self._tokens, last):
             first = begin // self._groups.block_tokens
@@ -243,7 +244,6 @@ class _Search:
                 yield first
             if tried == most:
                 break
-        yield from more
 
     def _part(self, group: int, end: int, first: int) -> tuple[npt.NDArray[np.int32], str]:
         part = self._groups.part(group, self._namespace, self._tokens[:end], first, self._digests)
