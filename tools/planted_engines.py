@@ -27,10 +27,22 @@ ENGINES_BUGS: Final = (
         "copies still read and write vLLM's blocks while it unmaps them: the process dies",
         in_python(
             "engines/vllm/sleeping.py",
-            "        with _asleep():\n            super().suspend(level)\n",
-            "        super().suspend(level)\n        with _asleep():\n            pass\n",
+            "        with _sleepers.asleep():\n            super().suspend(level)\n",
+            "        super().suspend(level)\n        with _sleepers.asleep():\n            pass\n",
         ),
         ("python/engines/test_vllm_sleeping.py",),
+        build="python",
+    ),
+    Bug(
+        "asleep-over-mapped-memory",
+        "engines",
+        "the pools that were suspended for a sleep that failed cache nothing from then on",
+        in_python(
+            "engines/sleep.py",
+            "            for sleeper in suspended:\n                sleeper.resume()\n            raise\n",
+            "            raise\n",
+        ),
+        ("python/engines/test_sleepers.py",),
         build="python",
     ),
     Bug(

@@ -18,6 +18,7 @@ from kvpool import _core
 from kvpool.engines import guarding
 from kvpool.engines.keyed_members import KeyedMembers, cache_name
 from kvpool.engines.sglang.pages import layout_of
+from kvpool.engines.sleep import resume_adopted, suspend_adopted
 from kvpool.errors import Unsupported
 from kvpool.pool import Pool
 from kvpool.types import RawLayout
@@ -116,24 +117,11 @@ class AdoptedStore:
         Raises:
             Busy, StateError, Unsupported: As `Pool.suspend`. Then nothing is changed.
         """
-        if self.pool.closed or self.pool.suspended:
-            return False
-        self.pool.free(self._addrs)
-        try:
-            self.pool.suspend(keep=False)
-        except BaseException:
-            self._adopt()
-            raise
-        return True
+        return suspend_adopted(self.pool, self._addrs, self.pool.settings.timeout_s)
 
     def resume(self) -> None:
         """The memory is there again, with any content. Idempotent."""
-        if not self.pool.closed and self.pool.suspended:
-            self.pool.resume()
-            self._adopt()
-
-    def _adopt(self) -> None:
-        self._addrs[:] = self.pool.adopt(np.arange(len(self._addrs)))
+        resume_adopted(self.pool, self._addrs)
 
 
 class FlatStore:

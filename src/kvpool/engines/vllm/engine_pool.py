@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool import _core
+from kvpool.engines.sleep import resume_adopted, suspend_adopted
 from kvpool.engines.vllm.figures import Figures
 from kvpool.engines.vllm.forgetting import forget_all
 from kvpool.engines.vllm.groups import Groups
@@ -35,7 +36,6 @@ __all__ = ["EnginePool", "attach", "detach", "find", "wait_for"]
 
 _log = logging.getLogger("kvpool.engines.vllm")
 
-_LOOK_AGAIN_SECONDS = 0.005
 _SUSPEND_SECONDS = 10.0  # for what peers still read or write; vLLM has no requests then
 
 
@@ -201,22 +201,12 @@ class EnginePool:
         Raises:
             Busy, StateError: A peer still has some of them. Then nothing is changed.
         """
-        if self.pool.closed or self.pool.suspended:
-            return False
         self._await_all()
-        self._free_all(time.monotonic() + _SUSPEND_SECONDS)
-        try:
-            self.pool.suspend(keep=False, timeout=_SUSPEND_SECONDS)
-        except BaseException:
-            self._adopt()
-            raise
-        return True
+        return suspend_adopted(self.pool, self._addrs, _SUSPEND_SECONDS)
 
     def resume(self) -> None:
         """VLLM has its blocks again, at the same addresses and with any content. Idempotent."""
-        if not self.pool.closed and self.pool.suspended:
-            self.pool.resume()
-            self._adopt()
+        resume_adopted(self.pool, self._addrs)
 
     def take_figures(self) -> Figures:
         """What happened since the last call."""
@@ -239,19 +229,6 @@ class EnginePool:
         self.pool.close()
 
     # ----
-
-    def _free_all(self, until: float) -> None:
-        """Waits for peers that read some of the blocks."""
-        while True:
-            try:
-                return self.pool.free(self._addrs)
-            except StateError:
-                if time.monotonic() > until:
-                    raise
-            time.sleep(_LOOK_AGAIN_SECONDS)
-
-    def _adopt(self) -> None:
-        self._addrs[:] = self.pool.adopt(np.arange(len(self._addrs)))  # in place: others have this array, too
 
     def _await_all(self) -> None:
         for save in self._saves:

@@ -7,29 +7,20 @@ tells the pools first, whichever backend it is.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any, Protocol
+from contextlib import nullcontext
 
 from vllm.device_allocator.sleep_mode_backend import SleepModeBackend, SleepModeBackendFactory
 
-from kvpool.errors import Unsupported
+from kvpool.engines.sleep import Sleeper, Sleepers, check_routes
 
 __all__ = ["follow"]
 
 _KV_CACHE = "kv_cache"  # vLLM's tag of its blocks
 
-
-class _Sleeper(Protocol):
-    def suspend(self) -> bool: ...  # whether it was awake before
-    def resume(self) -> None: ...
+_sleepers = Sleepers()
 
 
-_sleepers: weakref.WeakSet[Any] = weakref.WeakSet()  # of this process, as vLLM's allocator is one for the process
-
-
-def follow(backend: str, engine: _Sleeper, routes: tuple[str, ...]) -> None:
+def follow(backend: str, engine: Sleeper, routes: tuple[str, ...]) -> None:
     """From now on the engine sleeps when vLLM does.
 
     Args:
@@ -40,11 +31,7 @@ def follow(backend: str, engine: _Sleeper, routes: tuple[str, ...]) -> None:
     Raises:
         Unsupported: The route ucx keeps writing to memory that was unmapped.
     """
-    if "ucx" in routes:
-        raise Unsupported(
-            "sleep mode does not work with the route ucx: network adapters keep writing to memory that vLLM has "
-            "unmapped. Leave ucx out of KVPOOL_ROUTES, or sleep mode off"
-        )
+    check_routes(routes, "sleep mode", "vLLM")
     _sleepers.add(engine)
     original = SleepModeBackendFactory.get_backend_class(backend)
     if not issubclass(original, _TellsPools):
@@ -53,36 +40,20 @@ def follow(backend: str, engine: _Sleeper, routes: tuple[str, ...]) -> None:
 
 
 class _TellsPools(SleepModeBackend):  # type: ignore[misc]
-    """Goes before a backend in the order of classes."""
+    """Goes before a backend in the order of classes.
+
+    If unmapping fails the pools are resumed at once: vLLM does not wake a worker whose backend has failed.
+    """
 
     def suspend(self, level: int = 1) -> None:
-        with _asleep():
+        with _sleepers.asleep():
             super().suspend(level)
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        with _asleep() if _KV_CACHE in tags else nullcontext():
+        with _sleepers.asleep() if _KV_CACHE in tags else nullcontext():
             super().discard(tags)
 
     def resume(self, tags: list[str] | None = None) -> None:
         super().resume(tags)
         if not tags or _KV_CACHE in tags:
-            for sleeper in list(_sleepers):
-                sleeper.resume()
-
-
-@contextmanager
-def _asleep() -> Iterator[None]:
-    """Suspends all for good if the body, which unmaps the blocks, ends well. Otherwise those sleep that slept before.
-
-    VLLM unmaps nothing if one of them raises. It does not wake a worker whose backend has failed.
-    """
-    suspended = []
-    try:
-        for sleeper in list(_sleepers):
-            if sleeper.suspend():
-                suspended.append(sleeper)
-        yield
-    except BaseException:
-        for sleeper in suspended:
-            sleeper.resume()
-        raise
+            _sleepers.resume()

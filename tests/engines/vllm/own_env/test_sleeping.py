@@ -48,7 +48,7 @@ class Sleeper:
 @pytest.fixture
 def sleepers(monkeypatch):
     """Three in a known order, of which the first one sleeps already."""
-    monkeypatch.setattr(sleeping, "_sleepers", ordered := Ordered())
+    monkeypatch.setattr(sleeping._sleepers, "_all", ordered := Ordered())
     monkeypatch.setattr(SleepModeBackendFactory, "_registry", dict(SleepModeBackendFactory._registry))
     made = [Sleeper() for _ in range(3)]
     for name, backend in (("whole", Backend), ("basic", Basic)):

@@ -1,0 +1,79 @@
+"""Pools of a process follow an engine's sleep all together, or not at all."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+import kvpool
+from kvpool.engines.sleep import Sleepers, check_routes
+
+
+class Pool:
+    def __init__(self) -> None:
+        self.asleep, self.fails, self.resumed = False, False, 0
+
+    def suspend(self) -> bool:
+        if self.fails:
+            raise kvpool.Busy("in use")
+        was, self.asleep = self.asleep, True
+        return not was
+
+    def resume(self) -> None:
+        self.asleep = False
+        self.resumed += 1
+
+
+@pytest.fixture
+def pools() -> list[Pool]:
+    return [Pool() for _ in range(3)]
+
+
+@pytest.fixture
+def sleepers(pools: list[Pool]) -> Sleepers:
+    made = Sleepers()
+    for pool in pools:
+        made.add(pool)
+    return made
+
+
+def asleep(pools: list[Pool]) -> list[bool]:
+    return [pool.asleep for pool in pools]
+
+
+def test_all_sleep_from_before_the_memory_is_unmapped_until_they_are_resumed(pools, sleepers):
+    with sleepers.asleep():
+        assert asleep(pools) == [True, True, True]
+    assert asleep(pools) == [True, True, True]
+    sleepers.resume()
+    assert asleep(pools) == [False, False, False]
+
+
+def test_if_the_memory_is_not_unmapped_those_sleep_that_slept_before(pools, sleepers):
+    pools[1].suspend()
+    with pytest.raises(KeyboardInterrupt), sleepers.asleep():
+        raise KeyboardInterrupt
+    assert asleep(pools) == [False, True, False]
+    assert [pool.resumed for pool in pools] == [1, 0, 1]
+
+
+def test_nothing_is_unmapped_if_one_cannot_be_suspended(pools, sleepers):
+    pools[2].fails = True
+    with pytest.raises(kvpool.Busy), sleepers.asleep():
+        pytest.fail("unmapped")
+    assert asleep(pools) == [False, False, False]
+
+
+def test_a_pool_that_is_gone_is_not_told(pools, sleepers):
+    pools[0].fails = True
+    del pools[0]
+    gc.collect()
+    with sleepers.asleep():
+        assert asleep(pools) == [True, True]
+
+
+def test_the_error_about_routes_names_the_mode_and_the_engine():
+    check_routes(("cma", "sock"), "sleep mode", "vLLM")
+    with pytest.raises(kvpool.Unsupported, match=r"^sleep mode does not work with the route ucx.* that vLLM has"):
+        check_routes(("ucx", "sock"), "sleep mode", "vLLM")
