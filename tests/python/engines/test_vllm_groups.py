@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from engines.vllm_groups_kit import ApartGroups, Groups
-from engines.vllm_kit import Request, prompt
+from engines.vllm_kit import Request, maker, prompt
 
 import kvpool
 from kvpool.engines.vllm import beginnings
@@ -21,15 +21,8 @@ from kvpool.engines.vllm.requests import Digests, namespaces_of_groups
 
 @pytest.fixture(params=[Groups, ApartGroups], ids=["one process", "two workers"])
 def made(request):
-    engines = []
-
-    def make(**how):
-        engines.append(request.param(**how))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.close()
+    with maker(request.param) as make:
+        yield make
 
 
 @pytest.fixture

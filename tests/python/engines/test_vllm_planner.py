@@ -6,23 +6,15 @@ import random
 
 import pytest
 from engines.vllm_apart_kit import ApartEngine
-from engines.vllm_kit import Adapter, Engine, Feature, Position, Request, prompt
+from engines.vllm_kit import Adapter, Engine, Feature, Position, Request, maker, prompt
 
 import kvpool
 
 
 @pytest.fixture(params=[Engine, ApartEngine], ids=["one process", "two workers"])
 def made(request):
-    """A maker of engines, which are closed at the end."""
-    engines = []
-
-    def make(**how):
-        engines.append(request.param(**how))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.close()
+    with maker(request.param) as make:
+        yield make
 
 
 @pytest.fixture(params=[False, True], ids=["loads before steps", "loads beside steps"])

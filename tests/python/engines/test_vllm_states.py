@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from engines.vllm_kit import BLOCK, Request, prompt
+from engines.vllm_kit import BLOCK, Request, maker, prompt
 from engines.vllm_states_kit import ApartStates, States
 
 from kvpool.engines.vllm.groups import Groups
@@ -16,15 +16,8 @@ KINDS = [(True, False), (False, True), (True,)]
 
 @pytest.fixture(params=[States, ApartStates], ids=["one process", "two workers"])
 def made(request):
-    engines = []
-
-    def make(**how):
-        engines.append(request.param(**how))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.close()
+    with maker(request.param) as make:
+        yield make
 
 
 @pytest.fixture(params=KINDS, ids=str)

@@ -8,7 +8,8 @@ is the worst that an engine can do to saves that still read them.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -286,6 +287,13 @@ class Engine:
     def _release(self, request: Request) -> None:
         self.free += request.blocks
         request.blocks = []
+
+
+@contextmanager
+def maker(kind: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """Makes engines of one kind, which are closed at the end."""
+    with ExitStack() as engines:
+        yield lambda **how: engines.enter_context(closing(kind(**how)))
 
 
 def content(request: Request, at: int) -> float:
