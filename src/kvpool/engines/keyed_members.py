@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool import _core
-from kvpool.engines.avoided import Avoided
 from kvpool.engines.membership import Membership
+from kvpool.engines.remembered import Remembered
 from kvpool.errors import ArgumentError, Error, LayoutMismatch, Unsupported
 from kvpool.pool import Pool
 from kvpool.transfer.key_fetch import KEYS_MAX, FetchControl, fetch_keys
@@ -81,8 +81,8 @@ class KeyedMembers:
         self._ending = ending
         self._fetch_seconds = fetch_seconds
         self._clock = clock
-        self._avoided = Avoided(clock)
-        self._found: dict[str, float] = {}  # members that had something, and until when loads ask them
+        self._avoided = Remembered(clock)  # members that have failed
+        self._found = Remembered(clock)  # members that had something: loads ask them
         self._fetches: set[FetchControl] = set()
         self._hurries = 0
         self._lock = threading.Lock()  # of these
@@ -94,7 +94,7 @@ class KeyedMembers:
 
     def asked(self) -> list[str]:
         """The members to ask now."""
-        names = self._avoided.without(self._like())
+        names = self._avoided.missing(self._like())
         if len(names) <= ASKED_MAX:
             return names
         turn = f"{self._clock() // _TURN_SECONDS} {self.name} "
@@ -117,8 +117,7 @@ class KeyedMembers:
         if error is None:
             found = match.found
             if found.any():
-                with self._lock:
-                    self._found[match.peer] = self._clock() + _FOUND_SECONDS
+                self._found.add(match.peer, _FOUND_SECONDS)
             return found
         self._avoid(match.peer, error)
         return None
@@ -190,13 +189,9 @@ class KeyedMembers:
 
     def _to_load_from(self) -> list[str]:
         """The members to ask now, and those that look-ups before have found something at: their turn may be over."""
-        now = self._clock()
-        with self._lock:
-            self._found = {name: until for name, until in self._found.items() if until > now}
-            found = set(self._found)
         asked = self.asked()
-        late = found.difference(asked)
-        return asked + self._avoided.without(name for name in self._like() if name in late) if late else asked
+        late = self._found.names().difference(asked)
+        return asked + self._avoided.missing(name for name in self._like() if name in late) if late else asked
 
     def _like(self) -> list[str]:
         """The other members that have the same part of the same pages, as far as their names say so."""

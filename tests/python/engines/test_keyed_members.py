@@ -15,8 +15,8 @@ from kit import small_layout, small_pool
 from transfer.kit import NEAR, Child, address_of, eventually, local_settings
 
 import kvpool
-from kvpool.engines.avoided import Avoided
 from kvpool.engines.keyed_members import ASKED_MAX, KeyedMembers
+from kvpool.engines.remembered import Remembered
 from kvpool.engines.vllm.tier_members import Elsewhere, TierMembers
 from kvpool.transfer.key_fetch import FetchControl
 
@@ -96,7 +96,7 @@ def test_a_load_asks_the_member_at_which_a_look_up_found_the_blocks_even_out_of_
         now += 10
     assert members.find(KEYS[:3]).all()
     now = 1000.0 + 10 * ((now - 1000.0) // 10) + 9.9  # its turn ends
-    members._avoided = Avoided(lambda: now)
+    members._avoided = Remembered(lambda: now)
     assert "there" in members.asked()
     assert members.find(KEYS[:3]).all()
     while "there" in members.asked():

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool import _core
-from kvpool.engines.avoided import Avoided
+from kvpool.engines.remembered import Remembered
 from kvpool.engines.vllm.figures import Figures
 from kvpool.engines.vllm.groups import Groups
 from kvpool.engines.vllm.pulled import Fetch, TailFetch, begin_fetch
@@ -106,7 +106,7 @@ class Pulls:
         self._from_all = from_all
         self._clock = clock
         self._pulls: dict[str, _Pull] = {}
-        self._silent = Avoided(clock)  # members that have not answered
+        self._silent = Remembered(clock)  # members that have not answered
         self._dropped: list[TailFetch] = []  # that have not ended yet
 
     def add(self, request_id: str, namespace: str, peer: str = "", digests: Digests | None = None) -> None:
@@ -189,7 +189,7 @@ class Pulls:
 
     def _ask(self, pull: _Pull, wanted: npt.NDArray[np.int32]) -> None:
         left_s = self._left_s(pull)
-        peers = self._silent.without(pull.peers)
+        peers = self._silent.missing(pull.peers)
         if not peers:
             self._failed(pull, "it has not answered lately")
             return
