@@ -18,7 +18,7 @@ import kvpool
 from kvpool.engines.packing import declare, marked, unmarked
 from kvpool.engines.vllm import TESTED, engine_pool, plans
 from kvpool.engines.vllm.figures import FIGURES, Figures
-from kvpool.engines.vllm.layouts import Pages, adoption_of, pages_of, raw_layout, raw_pages
+from kvpool.engines.vllm.layouts import Pages, adoptable, adoption_of, pages_of
 from kvpool.engines.vllm.options import Options
 from kvpool.engines.vllm.packings import packing_of
 from kvpool.engines.vllm.requests import TokenArray, namespace_of
@@ -106,7 +106,7 @@ def test_groups_whose_pages_differ_inside_are_moved_as_bytes():
     states = {"windows": (None, None), "groups": names, "states": (False, True), "page_bytes": 1024}
     assert found == Pages(("a", "c"), 1, 32, "uint8", 16, 5, **states)
     assert found.begins_anew
-    assert raw_layout(found).block_bytes == 2 * 1024
+    assert adoption_of(found, (5, 1024), (1024, 1)).layout.block_bytes == 2 * 1024
     heads = hybrid(
         (FullAttentionSpec, ["a"], {}), (SlidingWindowSpec, ["b"], {"head_size": 4, "sliding_window": 9})
     )  # whose pages vLLM has padded
@@ -123,7 +123,7 @@ def test_the_bytes_of_pages_are_the_memory_of_all_their_tensors():
     memory = torch.zeros(2 * 3 * 1024, dtype=torch.uint8)
     attention = memory.view(torch.float32).view(2, 3, 2, 128)[1]
     convolution = attention.view(3, 256).as_strided((3, 4), (256, 1))
-    raw = raw_pages(pages, [convolution, convolution[:, 2:]])
+    raw = adoptable(pages, [convolution, convolution[:, 2:]])
     raw[2] = 9
     assert raw.data_ptr() == attention.data_ptr()
     assert (memory[-1024:] == 9).all()
@@ -132,8 +132,8 @@ def test_the_bytes_of_pages_are_the_memory_of_all_their_tensors():
     with pytest.raises(kvpool.Unsupported, match="tensors of b and a differ"):
         check_shared(pages, {"a": attention, "b": memory.view(torch.float32).view(2, 3, 256)[0]})
     halves = attention.view(6, 128)  # as for attention kernels that take smaller blocks
-    assert raw_pages(pages, halves).data_ptr() == attention.data_ptr()
-    assert raw_pages(pages, halves).shape == (3, 1024)
+    assert adoptable(pages, halves).data_ptr() == attention.data_ptr()
+    assert adoptable(pages, halves).shape == (3, 1024)
     for wrong in (
         attention[:2],
         attention.view(6, 128)[:5],
@@ -141,7 +141,7 @@ def test_the_bytes_of_pages_are_the_memory_of_all_their_tensors():
         attention.permute(1, 0, 2),
     ):
         with pytest.raises(kvpool.LayoutMismatch, match="one after another"):
-            raw_pages(pages, wrong)
+            adoptable(pages, wrong)
 
 
 def test_memory_that_ends_before_the_last_page_is_refused_and_stays_where_it_is():
@@ -149,7 +149,7 @@ def test_memory_that_ends_before_the_last_page_is_refused_and_stays_where_it_is(
     memory = torch.zeros(3 * 1024 - 24, dtype=torch.uint8)
     where = memory.data_ptr()
     with pytest.raises(kvpool.LayoutMismatch, match="has 3048 bytes, not 3 pages of 1024"):
-        raw_pages(pages, memory.as_strided((3, 1000), (1024, 1)))
+        adoptable(pages, memory.as_strided((3, 1000), (1024, 1)))
     assert (memory.data_ptr(), memory.untyped_storage().nbytes()) == (where, 3048)
 
 

@@ -37,7 +37,7 @@ from kvpool.engines.vllm.engine_pool import EnginePool  # noqa: E402
 from kvpool.engines.vllm.expected import Expected  # noqa: E402
 from kvpool.engines.vllm.figures import Figures  # noqa: E402
 from kvpool.engines.vllm.groups import Groups, places_of  # noqa: E402
-from kvpool.engines.vllm.layouts import Adoption, adoption_of, divided, pages_of, raw_layout, raw_pages  # noqa: E402
+from kvpool.engines.vllm.layouts import adoptable, adoption_of, divided, pages_of  # noqa: E402
 from kvpool.engines.vllm.member_index import MemberIndex  # noqa: E402
 from kvpool.engines.vllm.member_pool import MemberPool  # noqa: E402
 from kvpool.engines.vllm.members import ROLES, Membership, secret_of  # noqa: E402
@@ -228,13 +228,9 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Makes the pool over vLLM's tensors."""
-        tensors = [kv_caches[name] for name in self._pages.layers]
         check_shared(self._pages, kv_caches)
-        if self._pages.page_bytes:
-            tensors = [raw_pages(self._pages, tensor) for tensor in tensors]
-            found = Adoption(raw_layout(self._pages), 0, (0, 1))
-        else:
-            found = adoption_of(self._pages, tensors[0].shape, tensors[0].stride())
+        tensors = [adoptable(self._pages, kv_caches[name]) for name in self._pages.layers]
+        found = adoption_of(self._pages, tensors[0].shape, tensors[0].stride())
         device = tensors[0].device
         settings = self._options.settings
         if self._options.cluster and not self._one_process and (secret := secret_of(self._options.cluster)):

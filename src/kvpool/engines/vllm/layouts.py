@@ -14,7 +14,7 @@ from kvpool.errors import LayoutMismatch, Unsupported
 from kvpool.transfer import ParallelConfig
 from kvpool.types import KVLayout
 
-__all__ = ["Adoption", "Pages", "adoption_of", "divided", "pages_of", "raw_layout", "raw_pages"]
+__all__ = ["Adoption", "Pages", "adoptable", "adoption_of", "divided", "pages_of"]
 
 _DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "uint8", "int8")
 
@@ -207,11 +207,11 @@ def _page(spec: Any) -> tuple[Any, ...]:
     return latent, spec.block_size, spec.page_size_bytes, spec.num_kv_heads, spec.head_size, spec.dtype
 
 
-def raw_pages(pages: Pages, tensor: Any) -> Any:
-    """The bytes of all pages of one layer: uint8 [block, byte], over the same memory.
+def adoptable(pages: Pages, tensor: Any) -> Any:
+    """What the pool takes of a layer: its tensor; or, of `page_bytes`, the same memory as uint8 [block, byte].
 
     Args:
-        pages: With `page_bytes`.
+        pages: What vLLM says.
         tensor: What vLLM gives a layer: a tensor whose first dimension counts blocks, or equal parts of blocks, where
             attention kernels take smaller ones; or several that share a page, the first of which begins where the
             page does.
@@ -219,6 +219,10 @@ def raw_pages(pages: Pages, tensor: Any) -> Any:
     Raises:
         LayoutMismatch: The pages do not follow each other in memory, or the memory ends before they do.
     """
+    return _bytes_of(pages, tensor) if pages.page_bytes else tensor
+
+
+def _bytes_of(pages: Pages, tensor: Any) -> Any:
     import torch
 
     first = tensor[0] if isinstance(tensor, list | tuple) else tensor
@@ -242,22 +246,19 @@ def raw_pages(pages: Pages, tensor: Any) -> Any:
     return raw.set_(storage, offset, (pages.blocks, pages.page_bytes), (pages.page_bytes, 1))
 
 
-def raw_layout(pages: Pages) -> KVLayout:
-    """Of a block of such pages: for each layer as many bytes, which say nothing of heads."""
-    return _layout(pages, "NHD", "fused")
-
-
 def adoption_of(pages: Pages, shape: Sequence[int], strides: Sequence[int]) -> Adoption:
     """Finds how a layer's tensor holds the pages. All layers must be alike, which the pool checks.
 
     Args:
         pages: What vLLM says.
-        shape: Of the tensor of a layer.
+        shape: Of what is `adoptable` of a layer.
         strides: In elements.
 
     Raises:
         LayoutMismatch: It holds none of the pages that are known.
     """
+    if pages.page_bytes:  # for each layer as many bytes, which say nothing of heads
+        return Adoption(_layout(pages, "NHD", "fused"), 0, (0, 1))
     order = tuple(sorted(range(len(shape)), key=lambda dim: (-strides[dim], dim)))
     extents = [shape[dim] for dim in order]
     for dims, kind, candidate, block_dim in _candidates(pages):

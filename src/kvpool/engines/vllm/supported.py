@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvpool.engines.vllm.layouts import Pages, raw_pages
+from kvpool.engines.vllm.layouts import Pages, adoptable
 from kvpool.engines.vllm.options import Options
 from kvpool.errors import Unsupported
 
@@ -86,9 +86,7 @@ def check_shared(pages: Pages, kv_caches: Mapping[str, Any]) -> None:
     """Raises Unsupported unless the groups share memory: a place in a block is the same one for the layers of each."""
     for group in pages.groups:
         for name, first in zip(group, pages.layers, strict=False):
-            one, other = kv_caches[name], kv_caches[first]
-            if pages.page_bytes:  # they differ in what a page holds
-                one, other = raw_pages(pages, one), raw_pages(pages, other)
+            one, other = adoptable(pages, kv_caches[name]), adoptable(pages, kv_caches[first])
             if (one.data_ptr(), one.shape, one.stride()) != (other.data_ptr(), other.shape, other.stride()):
                 raise Unsupported(
                     "KvpoolConnector supports groups of KV layers whose pages are the same memory, and the tensors of "
