@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kit import BLOCK, cached_tokens, prompt, refused, small_layout, small_pool
-from test_suspend import Adopted, Unmappable
+from suspend_kit import Adopted, Unmappable
 from transfer.kit import SECRET, Child, address_of, eventually, not_on_gpu, route_or_skip
 
 import kvpool
