@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
 import json
 import os
 import re
@@ -16,7 +18,7 @@ from kit import ctrl_c_works
 
 from kvpool import cli
 from kvpool.cli import info
-from kvpool.control.demo import answering, story
+from kvpool.control.demo import answering, blas_threads, story
 
 
 @pytest.fixture(autouse=True)
@@ -29,14 +31,54 @@ def _path_of_children(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
 
 
-@pytest.mark.usefixtures("_path_of_children")
-def test_the_demo_shows_what_the_cache_saves_in_two_processes(capsys):
-    assert cli.main(["demo", "--prompts", "3"]) == 0
-    text = capsys.readouterr().out
-    rows = re.findall(r"^ +(\d+) +\d+ ms +(\d+) of 808 tokens +\d+ ms$", text, re.MULTILINE)
+@pytest.fixture(scope="module")
+def printed():
+    """What a demo and a bench print in an environment whose settings would spoil both, if they minded them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+        for name, value in (("NAME", "x"), ("LEND_MAX", "0"), ("ROUTES", "loopback")):
+            patch.setenv(f"KVPOOL_{name}", value)
+        texts = {}
+        for command in (["demo", "--prompts", "3"], ["bench", "--quick", "--json"]):
+            with contextlib.redirect_stdout(io.StringIO()) as output:
+                assert cli.main(command) == 0
+            texts[command[0]] = output.getvalue()
+    return texts
+
+
+def test_the_demo_shows_what_the_cache_saves_in_two_processes(printed):
+    rows = re.findall(r"^ +(\d+) +\d+ ms +(\d+) of 808 tokens +\d+ ms$", printed["demo"], re.MULTILINE)
     assert rows == [("1", "0"), ("2", "768"), ("3", "768")]
-    assert "sent 3.0 MiB by the route shm" in text
-    assert "768 tokens were cached there, and the answers are the same" in text
+    assert "768 tokens were cached there, and the answers are the same" in printed["demo"]
+
+
+def test_settings_of_the_environment_change_neither_demo_nor_bench(printed):
+    assert "sent 3.0 MiB by the route shm" in printed["demo"]
+    assert "to another process, shm" in printed["bench"]
+
+
+def test_the_demo_computes_with_one_thread_and_changes_nothing_for_others():
+    controls = blas_threads._controls()
+    if not controls:
+        pytest.skip("NumPy has another BLAS")
+    before = [control.read() for control in controls]
+    during = []
+
+    def stop_at_the_first_row(line):
+        if line.split()[:1] == ["1"]:
+            during.extend(control.read() for control in controls)
+            raise InterruptedError
+
+    try:
+        for control in controls:
+            control.set(2)
+        with pytest.raises(InterruptedError):
+            story.run(stop_at_the_first_row, 2)
+        assert during == [1] * len(controls)
+        assert [control.read() for control in controls] == [2] * len(controls)
+    finally:
+        for control, threads in zip(controls, before, strict=True):
+            control.set(threads)
 
 
 def test_the_demo_refuses_an_answer_that_the_cache_has_changed(monkeypatch):
@@ -58,17 +100,6 @@ def test_the_demo_says_why_the_second_process_failed(monkeypatch):
         story.run(lambda line: None, 1)
 
 
-@pytest.mark.usefixtures("_path_of_children")
-@pytest.mark.parametrize(
-    "command", [["demo", "--prompts", "2"], ["bench", "--quick", "--json"]], ids=lambda one: one[0]
-)
-def test_settings_of_the_environment_change_neither_demo_nor_bench(command, monkeypatch, capsys):
-    for name, value in (("NAME", "x"), ("LEND_MAX", "0"), ("ROUTES", "loopback")):
-        monkeypatch.setenv(f"KVPOOL_{name}", value)
-    assert cli.main(command) == 0
-    assert "shm" in capsys.readouterr().out
-
-
 def test_the_demo_says_sooner_only_when_it_is():
     assert answering.times_sooner(4.0) == "4.0 times sooner"
     assert answering.times_sooner(0.5).startswith("2.0 times later")
@@ -87,10 +118,8 @@ def test_the_demo_wants_a_number_of_prompts(count, capsys):
     assert "a number from 2 to 1000" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("_path_of_children")
-def test_bench_measures_blocks_prompts_copies_and_transfer(capsys):
-    assert cli.main(["bench", "--quick", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
+def test_bench_measures_blocks_prompts_copies_and_transfer(printed):
+    rows = json.loads(printed["bench"])
     assert [row["what"].split(" ")[0] for row in rows] == [
         "alloc", "free", "match", "insert", "swap_out", "transfer", "transfer"
     ]  # fmt: skip

@@ -18,7 +18,8 @@ def add_parser(commands: Any) -> None:
         "demo",
         help="see the cache at work: NumPy only, two processes, some seconds",
         description="A small transformer in NumPy answers prompts with the cache off and on; then a second process "
-        "is sent what the first one has cached. Checks that every answer is the same.",
+        "is sent what the first one has cached. Checks that every answer is the same. With OpenBLAS, which NumPy's "
+        "wheels bring, each process computes with one thread.",
     )
     parser.add_argument(
         "--prompts", type=_questions, default=6, metavar="N", help="how many are answered, from 2 (default 6)"

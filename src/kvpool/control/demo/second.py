@@ -12,6 +12,7 @@ from statistics import median
 from typing import Final
 
 from kvpool.control.demo.answering import Engine, make_pool, prompts
+from kvpool.control.demo.blas_threads import one_blas_thread
 from kvpool.errors import StateError
 
 _ROUNDS: Final = 3  # new questions, each answered with the cache off and on
@@ -20,7 +21,7 @@ _ROUNDS: Final = 3  # new questions, each answered with the cache off and on
 def main() -> None:
     """See the module."""
     address, question = sys.argv[1], int(sys.argv[2])
-    with make_pool("second") as pool, make_pool("second-off") as plain:
+    with one_blas_thread(), make_pool("second") as pool, make_pool("second-off") as plain:
         off, on = Engine(plain, caches=False), Engine(pool, caches=True)
         off.warm()
         on.warm()

@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any
 
 from kvpool.control.demo.answering import LAYOUT, OWN, SHAPE, SHARED, Answer, Engine, make_pool, prompts, times_sooner
+from kvpool.control.demo.blas_threads import one_blas_thread
 from kvpool.errors import StateError
 from kvpool.pool import Pool
 
@@ -38,7 +39,7 @@ def run(say: Callable[[str], None], questions: int = 6) -> None:
     say(f"{SHARED} tokens that all share, and {OWN} more of each. A block holds {LAYOUT.block_tokens} tokens.")
     say("")
     say("prompt   cache off       cache on                   to the first token")
-    with make_pool("off") as plain, make_pool("first") as cached:
+    with one_blas_thread(), make_pool("off") as plain, make_pool("first") as cached:
         off, on = Engine(plain, caches=False), Engine(cached, caches=True)
         off.warm()
         on.warm()
