@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from time import perf_counter_ns
 
 import kvpool
 from bench.context import Context
-from bench.measure import no_collections, summarize
+from bench.measure import summarize
 from bench.result import Report, timed_row
+from kvpool.cli.quick_bench import time_alloc_free
 
 TITLE = "Allocator: 256 blocks"
 BLOCKS = 256
@@ -33,16 +33,7 @@ class Subject:
         pool = self._pools[state]
         if capacity != pool.stats().hbm.capacity:
             raise ValueError("one capacity only")
-        alloc_us, free_us = [], []
-        with no_collections():
-            for _ in range(n):
-                start = perf_counter_ns()
-                addrs = pool.alloc(blocks)
-                between = perf_counter_ns()
-                pool.free(addrs)
-                free_us.append((perf_counter_ns() - between) / 1000)
-                alloc_us.append((between - start) / 1000)
-        return [alloc_us, free_us]
+        return list(time_alloc_free(pool, blocks, n))
 
 
 def _churn(pool: kvpool.Pool) -> None:

@@ -18,7 +18,7 @@ from kit import ctrl_c_works
 
 from kvpool import cli
 from kvpool.cli import info
-from kvpool.control.demo import answering, blas_threads, story
+from kvpool.cli.demo import answering, blas_threads, story
 
 
 @pytest.fixture(autouse=True)
@@ -95,8 +95,8 @@ def test_the_demo_refuses_an_answer_that_the_cache_has_changed(monkeypatch):
 
 @pytest.mark.usefixtures("_path_of_children")
 def test_the_demo_says_why_the_second_process_failed(monkeypatch):
-    monkeypatch.setattr(story, "_module", "kvpool.control.demo.nowhere")
-    with pytest.raises(story.StateError, match=r"kvpool\.control\.demo\.nowhere"):
+    monkeypatch.setattr(story, "_module", "kvpool.cli.demo.nowhere")
+    with pytest.raises(story.StateError, match=r"kvpool\.cli\.demo\.nowhere"):
         story.run(lambda line: None, 1)
 
 
@@ -106,7 +106,7 @@ def test_the_demo_says_sooner_only_when_it_is():
 
 
 def test_the_demo_imports_no_torch():
-    code = "import sys, kvpool.control.demo, kvpool.control.quick_bench; print('torch' in sys.modules)"
+    code = "import sys, kvpool.cli.demo, kvpool.cli.quick_bench; print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout == "False\n"
 

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from kvpool.control.quick_bench import Row, measure
+from kvpool.cli.quick_bench import Row, measure
 
 __all__ = ["add_parser"]
 

@@ -1,4 +1,4 @@
-"""The second process of the demo: python -m kvpool.control.demo.second ADDRESS QUESTION.
+"""The second process of the demo: python -m kvpool.cli.demo.second ADDRESS QUESTION.
 
 Connects to the first one, waits for the blocks that it sends, answers the question and later ones with and without
 them, and prints a line of JSON.
@@ -11,8 +11,8 @@ import sys
 from statistics import median
 from typing import Final
 
-from kvpool.control.demo.answering import Engine, make_pool, prompts
-from kvpool.control.demo.blas_threads import one_blas_thread
+from kvpool.cli.demo.answering import Engine, make_pool, prompts
+from kvpool.cli.demo.blas_threads import one_blas_thread
 from kvpool.errors import StateError
 
 _ROUNDS: Final = 3  # new questions, each answered with the cache off and on

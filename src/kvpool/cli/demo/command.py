@@ -1,11 +1,11 @@
-"""`kvpool demo`: a small transformer with the cache off and on, and a second process that is sent the cache."""
+"""The arguments of `kvpool demo`."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
-from kvpool.control.demo import run
+from kvpool.cli.demo.story import run
 
 __all__ = ["add_parser"]
 

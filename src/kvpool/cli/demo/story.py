@@ -12,15 +12,15 @@ from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
-from kvpool.control.demo.answering import LAYOUT, OWN, SHAPE, SHARED, Answer, Engine, make_pool, prompts, times_sooner
-from kvpool.control.demo.blas_threads import one_blas_thread
+from kvpool.cli.demo.answering import LAYOUT, OWN, SHAPE, SHARED, Answer, Engine, make_pool, prompts, times_sooner
+from kvpool.cli.demo.blas_threads import one_blas_thread
 from kvpool.errors import StateError
 from kvpool.pool import Pool
 
 __all__ = ["run"]
 
 _WAIT_S = 60.0
-_module = "kvpool.control.demo.second"
+_module = "kvpool.cli.demo.second"
 
 
 def run(say: Callable[[str], None], questions: int = 6) -> None:

@@ -19,7 +19,7 @@ from kvpool.errors import StateError
 from kvpool.pool import Pool
 from kvpool.types import DRAM, HBM, RawLayout, SettingArguments
 
-__all__ = ["Row", "measure"]
+__all__ = ["Row", "measure", "time_alloc_free"]
 
 _BLOCKS: Final = 256
 _TOKENS: Final = 16  # of a block
@@ -72,17 +72,23 @@ def measure(quick: bool = False) -> Iterator[Row]:
     yield from _transfer(max(_ROUNDS_MIN, rounds // 10))
 
 
+def time_alloc_free(pool: Pool, blocks: int, rounds: int) -> tuple[list[float], list[float]]:
+    """Microseconds of each allocation of so many blocks, and of freeing them."""
+    alloc_us, free_us = [], []
+    with _no_collections():
+        for _ in range(rounds):
+            began = perf_counter_ns()
+            addrs = pool.alloc(blocks)
+            between = perf_counter_ns()
+            pool.free(addrs)
+            free_us.append((perf_counter_ns() - between) / 1000)
+            alloc_us.append((between - began) / 1000)
+    return alloc_us, free_us
+
+
 def _allocation(rounds: int) -> Iterator[Row]:
     with _pool(64, hbm=100_000) as pool:
-        alloc_us, free_us = [], []
-        with _no_collections():
-            for _ in range(rounds):
-                began = perf_counter_ns()
-                addrs = pool.alloc(_BLOCKS)
-                between = perf_counter_ns()
-                pool.free(addrs)
-                free_us.append((perf_counter_ns() - between) / 1000)
-                alloc_us.append((between - began) / 1000)
+        alloc_us, free_us = time_alloc_free(pool, _BLOCKS, rounds)
     yield Row(f"alloc of {_BLOCKS} blocks", median(alloc_us))
     yield Row(f"free of {_BLOCKS} blocks", median(free_us))
 
