@@ -42,6 +42,14 @@ COMMAND_BUGS: Final[tuple[Bug, ...]] = (
         build="python",
     ),
     Bug(
+        "overlapped-unseen",
+        "observe",
+        "the blocks of a pool in a space do not add up to its capacity: a part of the memory seems to have vanished",
+        in_python("observe/metrics.py", '"retired", "overlapped", ', '"retired", '),
+        ("python/observe/test_metrics.py",),
+        build="python",
+    ),
+    Bug(
         "interrupted-as-success",
         "cli",
         "Ctrl-C in a script's kvpool sim counts as success, and the script goes on with half a result",

@@ -33,7 +33,9 @@ except ImportError as error:
 
 __all__ = ["MetricsServer", "PoolCollector", "serve_metrics"]
 
-_STATES: Final = ("free", "active", "historical", "reserved", "lent", "quarantined", "retired", "suspended")
+_STATES: Final = (
+    *("free", "active", "historical", "reserved", "lent", "quarantined", "retired", "overlapped", "suspended"),
+)
 _ROLES: Final = ("prefill", "decode", "both")
 _MEMBER_STATES: Final = ("up", "draining")
 _OTHERS: Final = "(others)"  # no peer's name: those have no brackets to be mistaken for

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
+from space_kit import layout, space_of
 from transfer.kit import pair_of
 
 import kvpool
@@ -54,6 +55,14 @@ def value(samples: Samples, name: str, **labels: str) -> float:
     return found
 
 
+def by_state(samples: Samples, medium: str) -> dict[str, float]:
+    return {
+        dict(labels)["state"]: number
+        for (name, labels), number in samples.items()
+        if name == "kvpool_blocks" and ("medium", medium) in labels
+    }
+
+
 def test_the_blocks_of_each_medium_add_up_to_its_capacity(pool):
     store(pool, prompt(3))
     pool.swap_out(1)
@@ -62,16 +71,21 @@ def test_the_blocks_of_each_medium_add_up_to_its_capacity(pool):
     samples = scraped(pool)
     stats = pool.stats()
     for medium, tier in (("hbm", stats.hbm), ("dram", stats.dram)):
-        blocks = {
-            dict(labels)["state"]: number
-            for (name, labels), number in samples.items()
-            if name == "kvpool_blocks" and ("medium", medium) in labels
-        }
+        blocks = by_state(samples, medium)
         assert sum(blocks.values()) == tier.capacity == value(samples, "kvpool_capacity_blocks", medium=medium)
         assert (blocks["active"], blocks["historical"]) == (tier.active, tier.historical)
         assert tier.active > 0
         assert tier.historical > 0
         assert value(samples, "kvpool_evictable_blocks", medium=medium) == tier.evictable
+
+
+def test_the_blocks_that_other_models_of_a_space_have_count_too():
+    with space_of() as space:
+        pool, other = space.load("a", layout(2)), space.load("b", layout(3))
+        other.alloc(2)
+        blocks = by_state(scraped(pool), "hbm")
+        assert blocks["overlapped"] == pool.stats().hbm.overlapped > 0
+        assert sum(blocks.values()) == pool.stats().hbm.capacity
 
 
 def test_counters_count_what_the_pool_did(pool):
