@@ -200,16 +200,13 @@ def _setup(arguments: argparse.Namespace, **changes: Any) -> Setup:
             raise ArgumentError(f"--profile: {error}") from error
     fields = (
         "trace gpus prefill decode tp model hardware hbm_gb dram_gb link_gb_s block_tokens rate rate_scale requests "
-        "skip seed fetch learn batch_tokens batch_requests"
+        "skip seed fetch learn batch_tokens batch_requests cap thrift"
     )
     given = {name: value for name in fields.split() if (value := getattr(arguments, name)) is not None}
-    given |= {
-        field: value
-        for field, value in (("ttl_s", arguments.ttl), ("cap", arguments.cap), ("thrift", arguments.thrift))
-        if value is not None
-    }
-    if arguments.ttl is not None and not arguments.ttl >= 0:
-        raise ArgumentError(f"--ttl is {arguments.ttl}; it must be at least 0 seconds")
+    if arguments.ttl is not None:
+        if not arguments.ttl >= 0:
+            raise ArgumentError(f"--ttl is {arguments.ttl}; it must be at least 0 seconds")
+        given["ttl_s"] = arguments.ttl
     given["workload"] = arguments.workload or (None if arguments.trace else Setup.workload)
     given["policy"] = arguments.policy if arguments.policy in POLICIES else Setup.policy
     return Setup(profile=profile, **{**given, **changes})
