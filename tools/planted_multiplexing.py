@@ -132,7 +132,7 @@ MULTIPLEXING_BUGS: Final = (
         "fairness-over-idle-models",
         "policy",
         "an idle model, which uses nothing, makes every sharing look unfair",
-        in_python("policy/multiplexing/adapting.py", "for model in sorted(backlogged):", "for model in sorted(uses):"),
+        in_python("policy/quotas/adapting.py", "for model in sorted(backlogged):", "for model in sorted(uses):"),
         _QUOTAS,
         build="python",
     ),
@@ -141,7 +141,7 @@ MULTIPLEXING_BUGS: Final = (
         "policy",
         "each quota keeps still for itself, so that their sum moves away from the capacity",
         in_python(
-            "policy/multiplexing/adapting.py",
+            "policy/quotas/adapting.py",
             "    return Quotas(fresh, capacity, rules, trends)\n",
             """    if same:
         fresh = {
@@ -159,7 +159,7 @@ MULTIPLEXING_BUGS: Final = (
         "policy",
         "quotas keep still for a part of the capacity, so that small models among many stay at 0 for ever",
         in_python(
-            "policy/multiplexing/adapting.py",
+            "policy/quotas/adapting.py",
             "<= band * max(units, last[model])",
             "<= band * sum(last.values())",
         ),
@@ -171,7 +171,7 @@ MULTIPLEXING_BUGS: Final = (
         "policy",
         "a neighbour's growth evicts what a model has cached within its reserve",
         in_python(
-            "policy/multiplexing/admission.py",
+            "policy/quotas/admission.py",
             "floor = rule.reserve if within else max(rule.reserve, tier.quota(name))",
             "floor = 0 if within else max(rule.reserve, tier.quota(name))",
         ),
@@ -183,7 +183,7 @@ MULTIPLEXING_BUGS: Final = (
         "policy",
         "active units of a neighbour take what is reserved: no eviction brings the reserve back",
         in_python(
-            "policy/multiplexing/tier.py",
+            "policy/quotas/tier.py",
             "return sum(max(uses[model].active, rule.reserve) for model, rule in self.rules.items())",
             "return sum(uses[model].active for model, rule in self.rules.items())",
         ),
@@ -195,7 +195,7 @@ MULTIPLEXING_BUGS: Final = (
         "policy",
         "a limit that is raised again changes nothing, because the demand has not changed",
         in_python(
-            "policy/multiplexing/adapting.py",
+            "policy/quotas/adapting.py",
             "    same = capacity == last.capacity and rules == last.rules\n",
             "    same = capacity == last.capacity and rules.keys() == last.rules.keys()\n",
         ),
@@ -207,7 +207,7 @@ MULTIPLEXING_BUGS: Final = (
         "policy",
         "evicted units go to DRAM as long as it has room, whatever their owner's quota there",
         in_python(
-            "policy/multiplexing/admission.py",
+            "policy/quotas/admission.py",
             "swapped = max(0, min(units, allowed, free))",
             "swapped = min(units, free)",
         ),

@@ -142,6 +142,15 @@ def test_the_version_is_stated_once():
     assert f'\nversion = "{kvpool.__version__}"\n' in (ROOT / "pyproject.toml").read_text()
 
 
+def test_import_brings_no_policy_that_no_pool_needs():
+    """Such as cost models and placement: a space of models needs their quotas alone."""
+    code = (
+        "import sys, kvpool; print(*sorted({n.split('.')[2] for n in sys.modules if n.startswith('kvpool.policy.')}))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["quotas"]
+
+
 def test_importing_kvpool_imports_numpy_and_nothing_else_foreign():
     code = "import sys, kvpool; print(*{name.split('.')[0] for name in sys.modules})"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

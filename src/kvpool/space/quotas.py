@@ -1,4 +1,4 @@
-"""The targets of a space's models: policy.multiplexing decides them, and the core keeps them."""
+"""The targets of a space's models: policy.quotas decides them, and the core keeps them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from kvpool import _core
-from kvpool.policy.multiplexing import Adaptation, QuotaRule, Quotas, Seen, adapt
+from kvpool.policy.quotas import Adaptation, QuotaRule, Quotas, Seen, adapt
 from kvpool.space.model import Model
 from kvpool.space.rules import TIERS, Tier
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final, Literal
 
 from kvpool.errors import ArgumentError
-from kvpool.policy.multiplexing import QuotaRule
+from kvpool.policy.quotas import QuotaRule
 from kvpool.space.units import bytes_from
 
 __all__ = ["SAME", "TIERS", "Rules", "Sizes", "Tier", "changed_rules", "rules_of"]

@@ -13,7 +13,7 @@ from kvpool import _core
 from kvpool.arguments import flag_from, int_from, seconds_from, shown
 from kvpool.config import Settings, check_names, load
 from kvpool.errors import ArgumentError, ArgumentTypeError, ClosedError, ForkError, Unsupported
-from kvpool.policy.multiplexing import Adaptation
+from kvpool.policy.quotas import Adaptation
 from kvpool.pool import Pool
 from kvpool.space.leaving import drained, keep_in_dram
 from kvpool.space.model import check_name
@@ -259,7 +259,7 @@ class Space:
         """Lets the quotas follow what the models need: moving averages of their active blocks and their backlogs.
 
         Call it every second or so; there is no thread that does. Quotas change all together, and only when one would
-        change by more than the hysteresis (policy.multiplexing.adapt). They decide whose cache goes first, so a call
+        change by more than the hysteresis (policy.quotas.adapt). They decide whose cache goes first, so a call
         that comes late breaks no guarantee.
 
         Args:

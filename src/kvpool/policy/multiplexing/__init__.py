@@ -19,20 +19,7 @@
 Everything here is pure: data in, plans out. docs/internals/multiplexing.md says where the paper is mended.
 """
 
-from kvpool.policy.multiplexing.adapting import (
-    EPSILON,
-    Adaptation,
-    Fairness,
-    Quotas,
-    Seen,
-    Trend,
-    adapt,
-    demand,
-    fairness,
-    first_quotas,
-)
 from kvpool.policy.multiplexing.adbs import ADBS, preemption
-from kvpool.policy.multiplexing.admission import Eviction, Room, admit, reclaim
 from kvpool.policy.multiplexing.baselines import FCFS, RoundRobin
 from kvpool.policy.multiplexing.estimate import (
     BATCH_MAX,
@@ -44,11 +31,30 @@ from kvpool.policy.multiplexing.estimate import (
     candidates,
     estimate_unit,
 )
-from kvpool.policy.multiplexing.filling import level_fill, targets
 from kvpool.policy.multiplexing.jobs import Job, ModelQueues, Phase, State, Turns, Waiting, misfits, started
 from kvpool.policy.multiplexing.placement import Placed, PlacedUnit, Placement, exhaustive, mesh_groups, place
-from kvpool.policy.multiplexing.tier import QuotaRule, Tier, Use
 from kvpool.policy.multiplexing.timing import BANDWIDTH_SHARE, CostTiming, FittedTiming, StepFit, StepSample, Timing
+from kvpool.policy.quotas import (
+    EPSILON,
+    Adaptation,
+    Eviction,
+    Fairness,
+    QuotaRule,
+    Quotas,
+    Room,
+    Seen,
+    Tier,
+    Trend,
+    Use,
+    adapt,
+    admit,
+    demand,
+    fairness,
+    first_quotas,
+    level_fill,
+    reclaim,
+    targets,
+)
 
 __all__ = [
     "ADBS",

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from kvpool.errors import ArgumentError
-from kvpool.policy.multiplexing.arguments import number_above_0, power_of_2, share_of, whole
 from kvpool.policy.multiplexing.timing import Timing
+from kvpool.policy.quotas.arguments import number_above_0, power_of_2, share_of, whole
 
 __all__ = ["BATCH_MAX", "SHARES", "Candidate", "Machines", "ServedModel", "Unit", "candidates", "estimate_unit"]
 

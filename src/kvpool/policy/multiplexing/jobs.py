@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Literal, NamedTuple
 
 from kvpool.errors import ArgumentError
-from kvpool.policy.multiplexing.arguments import known, share_of, whole
+from kvpool.policy.quotas.arguments import known, share_of, whole
 
 __all__ = [
     "PHASES",

@@ -16,7 +16,7 @@ from kvpool.errors import ArgumentError
 from kvpool.policy.cost import OPERATORS, CostModel, Fits, Link, Parallel
 from kvpool.policy.cost.fit import Floats, fit_nonnegative, relative_residual
 from kvpool.policy.cost.operators import NEW_2, ONE
-from kvpool.policy.multiplexing.arguments import number_above_0, share_of, whole
+from kvpool.policy.quotas.arguments import number_above_0, share_of, whole
 
 __all__ = ["BANDWIDTH_SHARE", "CostTiming", "FittedTiming", "StepFit", "StepSample", "Timing"]
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from kvpool.errors import ArgumentError
-from kvpool.policy.multiplexing.arguments import known, number_above_0, whole
-from kvpool.policy.multiplexing.filling import reserves_fit, targets, targets_of
-from kvpool.policy.multiplexing.tier import QuotaRule, Use
+from kvpool.policy.quotas.arguments import known, number_above_0, whole
+from kvpool.policy.quotas.filling import reserves_fit, targets, targets_of
+from kvpool.policy.quotas.tier import QuotaRule, Use
 
 __all__ = [
     "EPSILON",

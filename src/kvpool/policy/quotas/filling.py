@@ -12,8 +12,8 @@ from heapq import heapify, heapreplace
 from typing import Final
 
 from kvpool.errors import ArgumentError
-from kvpool.policy.multiplexing.arguments import known, number_above_0, whole
-from kvpool.policy.multiplexing.tier import QuotaRule
+from kvpool.policy.quotas.arguments import known, number_above_0, whole
+from kvpool.policy.quotas.tier import QuotaRule
 
 __all__ = ["level_fill", "reserves_fit", "targets", "targets_of"]
 

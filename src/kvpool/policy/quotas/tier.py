@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from kvpool.errors import ArgumentError, OutOfQuota
-from kvpool.policy.multiplexing.arguments import known, number_above_0, whole
+from kvpool.policy.quotas.arguments import known, number_above_0, whole
 
 __all__ = ["QuotaRule", "Tier", "Use"]
 

@@ -22,9 +22,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvpool.errors import OutOfQuota
-from kvpool.policy.multiplexing.arguments import known, whole
-from kvpool.policy.multiplexing.filling import level_fill
-from kvpool.policy.multiplexing.tier import Tier
+from kvpool.policy.quotas.arguments import known, whole
+from kvpool.policy.quotas.filling import level_fill
+from kvpool.policy.quotas.tier import Tier
 
 __all__ = ["Eviction", "Room", "admit", "reclaim"]
 
