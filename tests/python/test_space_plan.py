@@ -1,4 +1,4 @@
-"""The core's plan of an eviction is that of policy.multiplexing, which is easier to read and has the proof."""
+"""The core's plan of an eviction is that of policy.quotas, which is easier to read and has the proof."""
 
 from __future__ import annotations
 
