@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "device_kit.h"
+#include "fuzz_seeds.h"
 #include "gpu_attention_kit.h"
 #include "kvpool/base/clock.h"
 #include "thrown.h"
@@ -126,7 +127,7 @@ TEST_CASE("attention on a GPU reads every layout and block size, for all groups 
   Dice dice(12);
   for (const DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBfloat16}) {
     const AttendingGpu gpu(dtype, 128);
-    for (int i = 0; i < 12; ++i) {
+    for (int i = 0; i < thread_length(12); ++i) {
       Wanted wanted;
       wanted.dtype = dtype;
       wanted.head_dim = 128;

@@ -89,6 +89,13 @@ inline constexpr bool kSanitized = false;
 // the files that call this without one, and takes all of them.
 inline int model_length(int steps) { return fuzz_length(kSanitized ? steps / 4 : steps); }
 
+// ThreadSanitizer looks at threads only, and AddressSanitizer's run takes all of the steps.
+#if defined(__SANITIZE_THREAD__)
+inline constexpr int thread_length(int steps) { return steps / 4; }
+#else
+inline constexpr int thread_length(int steps) { return steps; }
+#endif
+
 inline void announce_fuzz(const char* what, std::uint64_t seed) {
   std::fprintf(stderr, "%s fuzz: KVPOOL_SEED=%llu\n", what, static_cast<unsigned long long>(seed));
 }

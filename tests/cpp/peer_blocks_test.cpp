@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "failing_alloc.h"
+#include "fuzz_seeds.h"
 #include "kvpool/base/digest.h"
 #include "kvpool/pool/peer_claims.h"
 #include "pool_fixture.h"
@@ -245,7 +246,7 @@ TEST_CASE("lent blocks whose insertion runs out of memory are lent to the same p
 // The application knows where they are when an earlier transfer to them told it. Its free() used to succeed while they
 // were between lent and cached: then they were lent again and free at once, and the pool's counts were wrong.
 TEST_CASE("lent blocks on their way to the index cannot be freed by anyone who knows their addresses") {
-  constexpr int kRounds = 50'000;
+  constexpr int kRounds = thread_length(50'000);
   constexpr Token kPrompts = 20'000;  // more than the pool holds
   Kit kit;
   std::atomic<Address> target{0};
