@@ -9,7 +9,7 @@ from kvpool import _core
 from kvpool.arguments import int_from, shown
 from kvpool.config import Settings
 from kvpool.errors import ArgumentError, LayoutMismatch, StateError
-from kvpool.policy.multiplexing import Adaptation, QuotaRule
+from kvpool.policy.quotas import Adaptation, QuotaRule
 from kvpool.pool import Pool
 from kvpool.space.model import Model, ModelPool, check_name
 from kvpool.space.quotas import Targets
