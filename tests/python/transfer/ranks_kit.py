@@ -9,7 +9,7 @@ import gc
 import itertools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -131,17 +131,18 @@ def instances_of(**common: Any) -> Iterator[Any]:
     finally:
         while made:
             made.pop().close()
-    assert grown(before) == {}
+    assert not (more := grown(before)), more
 
 
-def grown(before: dict[str, int]) -> dict[str, int]:
-    """The counts that have grown; objects that end by themselves may take a moment."""
+def grown(before: dict[str, int]) -> dict[str, str]:
+    """What there is more of than before, with all that is there; objects that end by themselves may take a moment."""
     until = time.monotonic() + SETTLED_SECONDS
     while True:
         gc.collect()  # errors keep the frames that they came through
-        more = {what: count - before[what] for what, count in things().items() if count > before[what]}
+        now = names()
+        more = {what: there for what, there in now.items() if len(there) > before[what]}
         if not more or time.monotonic() > until:
-            return more
+            return {what: f"{before[what]} before, now {there}" for what, there in more.items()}
         time.sleep(0.01)
 
 
@@ -160,7 +161,24 @@ def label(pair: tuple[ParallelConfig | None, ParallelConfig | None]) -> str:
 
 def things() -> dict[str, int]:
     """Counts of everything that a process may leak."""
-    return {"descriptors": len(os.listdir("/proc/self/fd")), "threads": len(list(Path("/proc/self/task").iterdir()))}
+    return {what: len(there) for what, there in names().items()}
+
+
+def names() -> dict[str, list[str]]:
+    """What a process may leak, by name: the target of each descriptor, and the name of each thread."""
+    threads, descriptors = Path("/proc/self/task"), Path("/proc/self/fd")
+    return {
+        "descriptors": [name for one in descriptors.iterdir() if (name := read(one.readlink))],
+        "threads": [name for one in threads.iterdir() if (name := read((one / "comm").read_text))],
+    }
+
+
+def read(call: Callable[[], object]) -> str | None:
+    """The answer; None: it has gone meanwhile, like the descriptor that lists the others."""
+    try:
+        return str(call()).strip()
+    except OSError:
+        return None
 
 
 def left_in(pool: kvpool.Pool) -> dict[str, int]:
