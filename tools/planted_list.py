@@ -117,8 +117,8 @@ BUGS: Final[tuple[Bug, ...]] = (
         "the first of two transfers that ends frees a block which the other still reads (1)",
         in_cpp(
             "blocks/cache_blocks.cpp",
-            "if (--readers > 0 || blocks.state(block)",
-            "--readers;\n    if (blocks.state(block)",
+            "if (--readers_[medium][block] > 0 || !is_unread(addresses[i])) continue;",
+            "--readers_[medium][block];\n    if (!is_unread(addresses[i])) continue;",
         ),
         ("cache_blocks_test.cpp", "free_lent_test.cpp", "pool_test.cpp", "sim_test.cpp"),
     ),
