@@ -301,6 +301,17 @@ BUGS: Final[tuple[Bug, ...]] = (
         ("rank_messages_test.cpp",),
     ),
     Bug(
+        "end-left-to-a-stopped-reactor",
+        "net",
+        "a driver that waited to read leaves the end of a link to a reactor that has stopped",
+        in_cpp(
+            "net/sock_read.cpp",
+            "if (!link_.closing() || link_.reading_ || link_.ended_) {",
+            "if (true || link_.reading_ || link_.ended_) {",
+        ),
+        ("sock_link_stop_test.cpp",),
+    ),
+    Bug(
         "race-in-reactor",
         "net",
         "a watch is changed while another thread adds one: a race that shows once in a while",

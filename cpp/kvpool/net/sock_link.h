@@ -147,8 +147,9 @@ class SockLink final : public Link, public std::enable_shared_from_this<SockLink
   //   3. When no thread has the role and the link has not ended, either the reactor watches for input, or a waiting
   //      driver has been notified and has not returned yet (it takes the role or passes it on).
   //   4. A thread gives up the role only when no complete frame is buffered: nothing would wake a reader for it.
-  //   5. A thread that would give up the role while closing_ is set finishes the link instead, and keeps the role for
-  //      ever. close() sets closing_ and then shuts the socket down, which wakes the thread that waits for input.
+  //   5. A thread that would give up the role or pass it on while closing_ is set finishes the link instead, and keeps
+  //      the role for ever. close() sets closing_ and then shuts the socket down, which wakes the thread that waits for
+  //      input.
   // Lock order: the writer's, then mutex_, then the reactor's. No handler or callback runs with mutex_ held.
   std::mutex mutex_;
   std::condition_variable role_free_;

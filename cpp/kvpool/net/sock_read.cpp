@@ -160,14 +160,20 @@ class SockLink::RoleGuard {
 };
 
 // A driver that waited for the role may have been notified that the role is free. Unless it took the role, somebody
-// else has to: invariant 3.
+// else has to: invariant 3. The reactor may have stopped since, and have left the end of the link to this driver.
 class SockLink::Waiter {
  public:
   explicit Waiter(SockLink& link) noexcept : link_(link) {}
   ~Waiter() {
     if (!notified_) return;
-    const std::lock_guard lock(link_.mutex_);
-    link_.hand_over_role();
+    std::unique_lock lock(link_.mutex_);
+    if (!link_.closing() || link_.reading_ || link_.ended_) {
+      link_.hand_over_role();
+      return;
+    }
+    link_.reading_ = true;
+    lock.unlock();
+    link_.finish();
   }
   Waiter(const Waiter&) = delete;
   Waiter& operator=(const Waiter&) = delete;
