@@ -265,7 +265,8 @@ $(SGLANG_VENV)/done: Makefile $(SGLANG_TESTS)/requirements.txt
 	$$in install --quiet "$(TORCH)" $(PYTEST) && $$in install --quiet --no-deps -r $(SGLANG_TESTS)/requirements.txt; then touch $@; \
 	else echo "SGLang cannot be installed for $$($(PYTHON) --version): its tests are skipped" >&2; fi
 
-# A process an engine, which takes most of the time to start. The engines' environments lack what tests/conftest.py imports.
+# A process an engine, one file after the other: beside another file's engines a transfer may be late.
+# The engines' environments lack what tests/conftest.py imports.
 .PHONY: test-engines
 test-engines: $(DONE)/module-tests $(DONE)/package-dev $(VLLM_VENV)/done $(SGLANG_VENV)/done ## tests with inference engines, each in its own environment
 	$(call say,Tests with inference engines)

@@ -21,13 +21,26 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ForkedProcess", "begin", "run", "start"]
+__all__ = ["ForkedProcess", "Parent", "begin", "run", "start"]
 
-IMPORTED = "transfer.kit"  # with all that it imports
-# Variables that are read when a module is imported: forks share a parent if these are the same.
-AT_IMPORT = ("KVPOOL_LONG", "KVPOOL_TEST_DEVICE")
+
+@dataclass(frozen=True)
+class Parent:
+    """What forks have in common. Each process that asks for forks has one of a kind."""
+
+    python: str
+    imported: str  # a module, with all that it imports; it starts no thread
+    # Variables that are read when a module is imported: forks share a parent if these are the same.
+    at_import: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ("-X", "faulthandler")
+
+
+OWN = Parent(
+    sys.executable, "transfer.kit", ("KVPOOL_LONG", "KVPOOL_TEST_DEVICE"), ("-X", "faulthandler", "-W", "error")
+)
 ORDER_BYTES = 1 << 20  # code, and the environment
 _STATUS_BYTES = 16
 
@@ -45,11 +58,14 @@ class ForkedProcess:
         """How it has ended; None: not yet."""
         return self._look(0)
 
-    def wait(self, timeout: float) -> int:
+    def wait(self, timeout: float | None = None) -> int:
         code = self._look(timeout)
         if code is None:
-            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
         return code
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
     def send_signal(self, number: int) -> None:
         """Does nothing when it has ended."""
@@ -57,7 +73,7 @@ class ForkedProcess:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, number)
 
-    def _look(self, timeout: float) -> int | None:
+    def _look(self, timeout: float | None) -> int | None:
         if self.returncode is None and select.select([self._status], [], [], timeout)[0]:
             said = os.read(self._status, _STATUS_BYTES)
             assert said, "the process that forks has ended"
@@ -79,16 +95,17 @@ class ForkedProcess:
 class _Forker:
     """The parent, as the process that asks for forks sees it."""
 
-    def __init__(self, environment: dict[str, str]) -> None:
+    def __init__(self, parent: Parent, environment: dict[str, str]) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, ORDER_BYTES)
-        path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+        searched = sys.path if parent is OWN else environment.get("PYTHONPATH", "").split(os.pathsep)
+        path = os.pathsep.join([str(Path(__file__).parent), *filter(None, searched)])
         self._mutex = threading.Lock()
         self._socket = ours
         self._process = subprocess.Popen(
-            [sys.executable, "-X", "faulthandler", "-W", "error", "-c",
-             f"import forked; exec(forked.begin({theirs.fileno()}))"],
+            [parent.python, *parent.flags, "-c",
+             f"import forked; exec(forked.begin({theirs.fileno()}, {parent.imported!r}))"],
             pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
             env=environment | {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},  # which would be a thread each
         )  # fmt: skip
@@ -111,12 +128,17 @@ class _Forker:
         self._process.wait()
 
 
-_forkers: dict[tuple[str | None, ...], _Forker] = {}
+_forkers: dict[tuple[Parent, tuple[str | None, ...]], _Forker] = {}
 _starting = threading.Lock()
 
 
 def start(
-    code: str, *, environment: dict[str, str], files: Sequence[int], descriptors: Sequence[int] = ()
+    code: str,
+    *,
+    environment: dict[str, str],
+    files: Sequence[int],
+    descriptors: Sequence[int] = (),
+    parent: Parent = OWN,
 ) -> ForkedProcess:
     """Forks a process that runs this code as its main module.
 
@@ -125,11 +147,14 @@ def start(
         environment: All of it.
         files: Its standard input, output and error.
         descriptors: More that it is given.
-    """
-    key = tuple(environment.get(name) for name in AT_IMPORT)
+        parent: Of another interpreter than this one's, forks look for modules in PYTHONPATH, and then where that
+            interpreter does.
+    """  # fmt: skip
+    key = parent, tuple(environment.get(name) for name in parent.at_import)
     with _starting:
-        forker = _forkers.get(key) or _forkers.setdefault(key, _Forker(environment))
-    order = pickle.dumps((code, environment, [path for path in sys.path if path], os.getcwd()))
+        forker = _forkers.get(key) or _forkers.setdefault(key, _Forker(parent, environment))
+    path = [path for path in sys.path if path] if parent is OWN else None
+    order = pickle.dumps((code, environment, path, os.getcwd()))
     assert len(order) < ORDER_BYTES / 2
     return forker.fork(order, [*files, *descriptors])
 
@@ -155,12 +180,16 @@ def run(code: str, *, timeout: float, environment: dict[str, str]) -> subprocess
 # ---- the other side
 
 
-def begin(number: int) -> str:
+def begin(number: int, imported: str) -> str:
     """What the parent runs: it returns in each fork, with the code for it.
 
     The parent tells how each of them has ended, until nobody can ask for more.
     """
-    importlib.import_module(IMPORTED)
+    importlib.import_module(imported)
+    told_path = os.environ["PYTHONPATH"].split(os.pathsep)
+    own_path = [
+        place for place in sys.path if place and place not in told_path
+    ]  # where the interpreter looks by itself
     gc.collect()
     gc.freeze()  # forks share these pages as long as none of them writes there
     heard, told = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -187,7 +216,7 @@ def begin(number: int) -> str:
                 os.close(unused)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGINT, interrupts)
-            return _become(order, descriptors)
+            return _become(order, descriptors, own_path)
         living[pid] = descriptors[0]
         for given in descriptors[1:]:
             os.close(given)
@@ -207,7 +236,7 @@ def _bury(living: dict[int, int]) -> None:
         os.close(tells)
 
 
-def _become(order: bytes, given: list[int]) -> str:
+def _become(order: bytes, given: list[int], own_path: list[str]) -> str:
     code, environment, path, folder = pickle.loads(order)
     tells, *files = given
     os.close(tells)
@@ -216,6 +245,8 @@ def _become(order: bytes, given: list[int]) -> str:
         os.close(file)
     os.environ.clear()
     os.environ.update(environment)
+    if path is None:
+        path = [*filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *own_path]
     sys.path[:] = path
     os.chdir(folder)
     return f"descriptors = {files[3:]}\n{code}"

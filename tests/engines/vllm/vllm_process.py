@@ -12,11 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 HERE = Path(__file__).resolve().parent
 PYTHON = Path(os.environ.get("KVPOOL_VLLM_PYTHON") or ROOT / ".venv-vllm" / "bin" / "python")
+VLLM = forked.Parent(str(PYTHON), "preloaded", flags=("-X", "faulthandler"))
+BEGIN = "import os; os.setsid(); os.chdir({folder!r}); import driver; driver.main()"
 BLOCK = 32  # the smallest that vLLM has on a CPU
 
 
@@ -58,7 +61,8 @@ def environment_of(folder: Path, own_process: bool = False) -> dict[str, str]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if own_process else "0",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # the tests send functions to the engine's process
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "2",
+        "OMP_NUM_THREADS": "1",  # threads that spin take the processors of the other workers
+        "TORCHDYNAMO_DISABLE": "1",  # a compiler that runs for seconds, for two functions of vLLM's sampler
         "XDG_CONFIG_HOME": str(folder / "no-config"),
     }
 
@@ -73,11 +77,17 @@ class Engine:
         self.errors = folder / f"stderr-{os.getpid()}-{id(self):x}.txt"
         environment = environment_of(folder, own_process)
         self.environment = environment
+        orders, self._orders = os.pipe()
+        self._answers, answers = os.pipe()
         with self.errors.open("w") as errors:
-            self.process = subprocess.Popen(
-                [PYTHON, HERE / "driver.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
-                text=True, env=environment, cwd=folder, start_new_session=True,
+            self.process = forked.start(
+                BEGIN.format(folder=str(folder)), environment=environment, parent=VLLM,
+                files=[orders, answers, errors.fileno()],
             )  # fmt: skip
+        os.close(orders)
+        os.close(answers)
+        self._stdin = os.fdopen(self._orders, "w")
+        self._stdout = os.fdopen(self._answers)
 
     def __call__(self, do: str, *arguments: Any, **named: Any) -> dict:
         """Raises AssertionError with the end of the process's log if it could not be done."""
@@ -86,11 +96,9 @@ class Engine:
         return told
 
     def attempt(self, do: str, *arguments: Any, **named: Any) -> dict:
-        assert self.process.stdin
-        assert self.process.stdout
-        self.process.stdin.write(json.dumps({"do": do, "with": arguments, **named}) + "\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
+        self._stdin.write(json.dumps({"do": do, "with": arguments, **named}) + "\n")
+        self._stdin.flush()
+        line = self._stdout.readline()
         assert line, f"the process of the engine has ended\n{self.log()}"
         return json.loads(line)
 
@@ -114,9 +122,8 @@ class Engine:
         return self.errors.read_text(errors="replace")[-6000:]
 
     def close(self) -> None:
-        assert self.process.stdin
-        assert self.process.stdout
-        self.process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # it was killed, and a request of it was not written
+            self._stdin.close()
         try:
             self.process.wait(60)
         except subprocess.TimeoutExpired:
@@ -124,7 +131,7 @@ class Engine:
             self.process.wait()
         with contextlib.suppress(ProcessLookupError):  # vLLM's own processes outlive the one that started them
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.stdout.close()
+        self._stdout.close()
 
 
 @contextlib.contextmanager
