@@ -257,6 +257,21 @@ def test_blocks_that_do_not_fit_the_index_are_left_out_and_counted():
     assert (index.blocks(1), held.left_out) == (1, 3)
 
 
+def test_a_block_and_the_one_behind_it_may_come_and_go_in_one_batch_the_end_first():
+    index, copy = picture()
+    first, second = np.arange(BLOCK, dtype=np.int32), np.arange(BLOCK, 2 * BLOCK, dtype=np.int32)
+    copy.apply(
+        [
+            BlockStored([2], 1, second, BLOCK, "CPU"),
+            BlockRemoved([2], "CPU"),
+            BlockStored([1], None, first, BLOCK, "CPU"),
+            BlockRemoved([1], "CPU"),
+        ]
+    )
+    assert copy.is_empty
+    assert index.blocks(1) == 0
+
+
 def test_a_cycle_of_parents_does_not_hang():
     index, held = picture()
     held.apply([block(1, 1), block(2, 3), block(3, 2)])

@@ -173,12 +173,8 @@ class Picture:
                 self._put_in(event)
             else:
                 self.left_out += len(event.block_hashes)
-        # At the end of a batch: a block that moves to another medium is reported as removed first. Beginnings of
-        # prompts go first: the index forgets what is behind them along with them.
-        for block in sorted(gone, key=lambda block: block.depth):
-            if not block.media and self._blocks.get(block.hash) is block:
-                self._sink(block)
-                self._drop(block)
+        # At the end of a batch: a block that moves to another medium is reported as removed first.
+        self._let_go([block for block in gone if not block.media and self._blocks.get(block.hash) is block])
 
     def catch_up(self) -> None:
         """Tells the index of some paths that wait; after enough calls of all."""
@@ -230,6 +226,18 @@ class Picture:
         for block in found:
             block.media = frozenset() if event.medium is None else block.media - {event.medium, _UNSAID}
         return {block: None for block in found if not block.media}
+
+    def _let_go(self, gone: list[_Block]) -> None:
+        """Forgets blocks that are in no medium.
+
+        Beginnings of prompts sink first: the index forgets what is behind them along with them. All of them sink before
+        any is dropped: dropping a block drops blocks before it, which may be live until they sink.
+        """
+        for block in sorted(gone, key=lambda block: block.depth):
+            self._sink(block)
+        for block in gone:
+            if self._blocks.get(block.hash) is block:
+                self._drop(block)
 
     def _drop(self, block: _Block) -> None:
         """Forgets a block that is in no medium, and those before it that were kept for its sake alone."""
