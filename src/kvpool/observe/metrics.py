@@ -34,8 +34,8 @@ except ImportError as error:
 __all__ = ["MetricsServer", "PoolCollector", "serve_metrics"]
 
 _STATES: Final = (
-    *("free", "active", "historical", "reserved", "lent", "quarantined", "retired", "overlapped", "suspended"),
-)
+    "free", "active", "historical", "reserved", "lent", "quarantined", "retired", "overlapped", "suspended",
+)  # fmt: skip
 _ROLES: Final = ("prefill", "decode", "both")
 _MEMBER_STATES: Final = ("up", "draining")
 _OTHERS: Final = "(others)"  # no peer's name: those have no brackets to be mistaken for

@@ -77,8 +77,8 @@ class Engine:
         self.errors = folder / f"stderr-{os.getpid()}-{id(self):x}.txt"
         environment = environment_of(folder, own_process)
         self.environment = environment
-        orders, self._orders = os.pipe()
-        self._answers, answers = os.pipe()
+        orders, stdin = os.pipe()
+        stdout, answers = os.pipe()
         with self.errors.open("w") as errors:
             self.process = forked.start(
                 BEGIN.format(folder=str(folder)), environment=environment, parent=VLLM,
@@ -86,8 +86,8 @@ class Engine:
             )  # fmt: skip
         os.close(orders)
         os.close(answers)
-        self._stdin = os.fdopen(self._orders, "w")
-        self._stdout = os.fdopen(self._answers)
+        self._stdin = os.fdopen(stdin, "w")
+        self._stdout = os.fdopen(stdout)
 
     def __call__(self, do: str, *arguments: Any, **named: Any) -> dict:
         """Raises AssertionError with the end of the process's log if it could not be done."""

@@ -5,40 +5,26 @@ from __future__ import annotations
 import gc
 
 import pytest
+from sleeper_kit import Sleeper
 
 import kvpool
 from kvpool.engines.sleep import Sleepers, check_routes
 
 
-class Pool:
-    def __init__(self) -> None:
-        self.asleep, self.fails, self.resumed = False, False, 0
-
-    def suspend(self) -> bool:
-        if self.fails:
-            raise kvpool.Busy("in use")
-        was, self.asleep = self.asleep, True
-        return not was
-
-    def resume(self) -> None:
-        self.asleep = False
-        self.resumed += 1
+@pytest.fixture
+def pools() -> list[Sleeper]:
+    return [Sleeper() for _ in range(3)]
 
 
 @pytest.fixture
-def pools() -> list[Pool]:
-    return [Pool() for _ in range(3)]
-
-
-@pytest.fixture
-def sleepers(pools: list[Pool]) -> Sleepers:
+def sleepers(pools: list[Sleeper]) -> Sleepers:
     made = Sleepers()
     for pool in pools:
         made.add(pool)
     return made
 
 
-def asleep(pools: list[Pool]) -> list[bool]:
+def asleep(pools: list[Sleeper]) -> list[bool]:
     return [pool.asleep for pool in pools]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from sleeper_kit import Sleeper
 from vllm.device_allocator.sleep_mode_backend import SleepModeBackend, SleepModeBackendFactory
 
 import kvpool
@@ -28,21 +29,6 @@ class Backend(SleepModeBackend):
 
 class Basic(Backend):
     discard = SleepModeBackend.discard  # which raises always
-
-
-class Sleeper:
-    def __init__(self) -> None:
-        self.asleep, self.fails, self.resumed = False, False, 0
-
-    def suspend(self) -> bool:
-        if self.fails:
-            raise kvpool.Busy("in use")
-        was, self.asleep = self.asleep, True
-        return not was
-
-    def resume(self) -> None:
-        self.asleep = False
-        self.resumed += 1
 
 
 @pytest.fixture
