@@ -273,6 +273,44 @@ TEST_CASE("a call that cannot be sent has not begun, and an answer that is too l
   CHECK(outcome.ends == 0);
 }
 
+// Recovery asks which blocks are lost as soon as one caller was told, when the session may not have been.
+TEST_CASE("a session says that its peer is lost no later than a caller is told so") {
+  EchoKit kit;
+  Outcome outcome;
+  SUBCASE("a call that is begun finds the link closed") {
+    kit.link->closed = true;
+    CHECK(code_of([&] { kit.session->calls().begin(kEcho, kId, {}, INT64_MAX, outcome.done()); }) ==
+          ErrorCode::kPeerLost);
+  }
+  SUBCASE("a call that waits finds it closed") {
+    kit.link->closed = true;
+    CHECK(code_of([&] { kit.session->calls().call(kEcho, kId, {}, Waiting(kit.host.now + kMs)); }) ==
+          ErrorCode::kPeerLost);
+  }
+  SUBCASE("the peer says it") {
+    kit.session->calls().begin(kEcho, kId, {}, INT64_MAX, outcome.done());
+    CHECK_FALSE(kit.session->told_lost());
+    kit.session->on_message(
+        Message{FrameKind::kRefused, kEcho.number, kId, write_error(Error(ErrorCode::kPeerLost, "no lease"))});
+    CHECK(outcome.code == ErrorCode::kPeerLost);
+  }
+  SUBCASE("an answer is one that no pool of ours would send") {
+    kit.session->calls().close(Error(ErrorCode::kProtocol, "nonsense"));
+  }
+  CHECK_FALSE(kit.session->lost());
+  CHECK(kit.session->told_lost());
+}
+
+TEST_CASE("a refused call does not make the peer a lost one") {
+  EchoKit kit;
+  Outcome outcome;
+  kit.session->calls().begin(kEcho, kId, {}, INT64_MAX, outcome.done());
+  kit.session->on_message(
+      Message{FrameKind::kRefused, kEcho.number, kId, write_error(Error(ErrorCode::kBusy, "much to do"))});
+  CHECK(outcome.code == ErrorCode::kBusy);
+  CHECK_FALSE(kit.session->told_lost());
+}
+
 TEST_CASE("the header of a call tells how long its body may be") {
   EchoKit kit;
   const auto most = [&](FrameKind kind, std::uint16_t verb) { return kit.session->body_bytes_max(kind, verb); };

@@ -115,6 +115,7 @@ def test_a_borrower_that_ignores_the_recall_loses_them_at_the_deadline(route, bo
         if route != NEAR:
             assert result.quarantined == 0
         eventually(lambda: states(pair.a) == (1, 0, 7))
+        eventually(lambda: pair.b("len(heard)") == 1)  # the callback's thread
         addrs, left = pair.b("(heard[0].addrs, heard[0].deadline - time.monotonic())")
         assert len(set(addrs)) == 2
         assert left < 0.5
@@ -142,7 +143,7 @@ def test_a_stopped_borrower_delays_no_one_and_wakes_up_without_them(route, borro
         eventually(lambda: states(pair.a)[1] == 0)
         eventually(lambda: pair.b("pool.peers.list()[0].borrowed_blocks") == 0)
         assert set(pair.b(LATE, peer=pair.to_a)) == {"StaleAddress"}
-        assert pair.b("[event.kind for event in heard]") == ["recalled"]
+        eventually(lambda: pair.b("[event.kind for event in heard]") == ["recalled"])  # by the callback's thread
         assert content(pair.a, mine) == sent
         pair.a.free(mine)
 

@@ -364,7 +364,7 @@ std::vector<TokenRange> Sequence::lost() const {
   std::vector<TokenRange> lost;
   for (const Place& place : places_) {
     if (place.view == nullptr) continue;
-    const bool all = place.view->session().lost();
+    const bool all = place.view->session().told_lost();
     for (const BlockRange& blocks : all ? std::vector{place.blocks} : place.view->missing(place.blocks)) {
       const TokenRange range = tokens_in(blocks, tokens_);
       if (range.tokens() == 0) continue;

@@ -62,10 +62,26 @@ bool PeerCalls::frees_blocks(const Message& message) const noexcept {
 void PeerCalls::transmit(Message&& message) {
   const auto open = link_.lock();
   if (open == nullptr) throw_lost();
-  open->send(std::move(message));
+  try {
+    open->send(std::move(message));
+  } catch (const Error& error) {
+    note(error);
+    throw;
+  }
+}
+
+void PeerCalls::note(const Error& error) noexcept {
+  if (error.code() == ErrorCode::kPeerLost) told_lost_.store(true);
+}
+
+Error PeerCalls::refusal(const Message& answer) {
+  Error refused = read_error(answer.body);
+  note(refused);
+  return refused;
 }
 
 void PeerCalls::close(const Error& why) noexcept {
+  told_lost_.store(true);
   if (const auto open = link_.lock()) open->close(why);
 }
 
@@ -170,7 +186,7 @@ class PeerCalls::Begun final : public PendingAnswer {
     if (!claim()) return calls_.on_late(std::move(message));
     calls_.forget(id_);
     if (message.kind == FrameKind::kAnswer) return done_(&message, nullptr);
-    const Error refused = read_error(message.body);
+    const Error refused = calls_.refusal(message);
     done_(nullptr, &refused);
   }
   void on_lost(const Error& why) override {
@@ -229,7 +245,7 @@ Message PeerCalls::call(const Verb& verb, std::uint64_t id, Bytes request, const
     throw too_late(verb);
   }
   Message answer = pending->take();
-  if (answer.kind == FrameKind::kRefused) throw read_error(answer.body);
+  if (answer.kind == FrameKind::kRefused) throw refusal(answer);
   return answer;
 }
 

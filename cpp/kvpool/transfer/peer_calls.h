@@ -89,6 +89,9 @@ class PeerCalls final : public std::enable_shared_from_this<PeerCalls> {
   std::uint32_t pending() const;
   // Whether the link has ended, or is about to: no call is made or begins to be served any more.
   bool ended() const noexcept { return ended_.load(); }
+  // Whether a caller may have been told kPeerLost: ended(), or the link has taken no message any more, or the peer has
+  // said so, and end() is about to be called.
+  bool told_lost() const noexcept { return ended() || told_lost_.load(); }
 
   // --- what arrives ---
   // As LinkHandler::body_bytes_max. A call that nobody serves may be of any length: it is refused, and the link stays.
@@ -128,6 +131,8 @@ class PeerCalls final : public std::enable_shared_from_this<PeerCalls> {
   void keep(Known& known, const CallPointer& call);
   void send_answer(ServedCall& call, FrameKind kind, Bytes&& body) noexcept;
   void transmit(Message&& message);
+  Error refusal(const Message& answer);
+  void note(const Error& error) noexcept;
   std::uint32_t lifetime_ms(std::int64_t until_ns) const noexcept;
   Error too_late(const Verb& verb) const;
   [[noreturn]] void throw_lost() const;
@@ -142,6 +147,7 @@ class PeerCalls final : public std::enable_shared_from_this<PeerCalls> {
 
   mutable std::mutex mutex_;
   std::atomic<bool> ended_{false};  // changed under mutex_
+  std::atomic<bool> told_lost_{false};
   std::optional<Error> why_;
   std::unordered_map<std::uint64_t, std::shared_ptr<PendingAnswer>> pending_;
 };
