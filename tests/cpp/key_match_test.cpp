@@ -245,6 +245,19 @@ TEST_CASE("a fill takes blocks for what is not stored, and gives back what is no
   cache->audit();
 }
 
+TEST_CASE("a cache that is closed after a peer has found it is one that is not there, and the pool is not lost") {
+  KeyKit kit;
+  const auto cache = kit.make_cache("kv");
+  const auto found = kit.pool->named_caches().find("kv");
+  cache->close();
+  const Bytes keys = keys_of({1});
+  std::vector<KeyedEntry*> pins;
+  Address address = 0;
+  bool stored = false;
+  const auto match = [&] { found->match_for_peer(keys.data(), 1, /*every=*/false, pins, &address, &stored); };
+  CHECK(code_of(match) == ErrorCode::kState);
+}
+
 TEST_CASE("of two fills of one key the first stays, and the other block goes back") {
   KeyKit kit;
   const auto cache = kit.make_cache("kv", 4);

@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -55,6 +56,22 @@ def test_the_demo_shows_what_the_cache_saves_in_two_processes(printed):
 def test_settings_of_the_environment_change_neither_demo_nor_bench(printed):
     assert "sent 3.0 MiB by the route shm" in printed["demo"]
     assert "to another process, shm" in printed["bench"]
+
+
+def test_an_interpreter_in_a_folder_of_that_name_is_no_library(monkeypatch, tmp_path):
+    """The interpreter's own file is mapped, too, and may not be loaded; a library may be gone that is still mapped."""
+    files = [Path("/opt/openblas/bin/python3"), tmp_path / "libopenblas.so (deleted)"]
+    maps = "".join(f"7f00-7f01 r-xp 00000000 00:00 1 {file}\n" for file in files)
+    opened = []
+
+    def no_library(file):
+        opened.append(file)
+        raise OSError("cannot dynamically load")
+
+    monkeypatch.setattr(Path, "read_text", lambda self: maps)
+    monkeypatch.setattr(blas_threads.ctypes, "CDLL", no_library)
+    assert blas_threads._controls() == []
+    assert opened == [str(files[1])]
 
 
 def test_the_demo_computes_with_one_thread_and_changes_nothing_for_others():

@@ -71,10 +71,13 @@ KeyedIndex::Hit KeyedCache::match(const std::byte* keys, std::size_t n, bool eve
   return hit;
 }
 
-// What a peer asks for is no use of this pool's application.
+// What a peer asks for is no use of this pool's application. And a closed cache is one that is not there: the peer would
+// hear kClosed as the loss of this pool.
 KeyedIndex::Hit KeyedCache::match_for_peer(const std::byte* keys, std::size_t n, bool every,
                                            std::vector<KeyedEntry*>& pins, Address* addresses, bool* stored) {
-  const Lock lock = lock_open();
+  pool_->guard();
+  const Lock lock(mutex_);
+  if (closed_) throw Error(ErrorCode::kState, "the peer has closed the keyed cache");
   return index_.get(keys, n, every, pins, addresses, stored);
 }
 

@@ -64,7 +64,7 @@ class KeyedCache final : public KeyPinOwner, public std::enable_shared_from_this
   KeyedIndex::Hit match(const std::byte* keys, std::size_t n, bool every, std::vector<KeyedEntry*>& pins,
                         Address* addresses, bool* stored);
 
-  // The same for a peer: it does not count among found and missed blocks.
+  // The same for a peer: it does not count among found and missed blocks. Throws kState once the cache is closed.
   KeyedIndex::Hit match_for_peer(const std::byte* keys, std::size_t n, bool every, std::vector<KeyedEntry*>& pins,
                                  Address* addresses, bool* stored);
 

@@ -95,7 +95,7 @@ void Fetch::on_answer(Message&& message) {
     return;
   }
   if (message.verb != kFetchVerb.number) throw Error(ErrorCode::kProtocol, "the peer answered what it was not asked");
-  if (message.kind == FrameKind::kRefused) return end(lock, read_error(message.body), /*may_still_write=*/false);
+  if (message.kind == FrameKind::kRefused) return end(lock, session_->calls().refusal(message), /*may_still_write=*/false);
   if (phase_ == Phase::kAsked) return end(lock, outcome(), false);
   end(lock, Error(ErrorCode::kCancelled, "the fetch from " + session_->peer().name + " was cancelled"), false);
 }

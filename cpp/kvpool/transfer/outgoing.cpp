@@ -166,7 +166,7 @@ void Outgoing::on_answer(Message&& message) {
     return end(lock, why_);
   }
   if (message.kind == FrameKind::kRefused) {
-    const Error error = read_error(message.body);
+    const Error error = session_->calls().refusal(message);
     if (phase_ == Phase::kWriting) {  // no session of ours refuses what it has granted
       why_ = error;
       stop_.store(true, std::memory_order_relaxed);

@@ -89,8 +89,8 @@ class PeerCalls final : public std::enable_shared_from_this<PeerCalls> {
   std::uint32_t pending() const;
   // Whether the link has ended, or is about to: no call is made or begins to be served any more.
   bool ended() const noexcept { return ended_.load(); }
-  // Whether a caller may have been told kPeerLost: ended(), or the link has taken no message any more, or the peer has
-  // said so, and end() is about to be called.
+  // Whether a caller may have been told kPeerLost. Beside ended(): the link takes no message any more, and end() has not
+  // been called yet; or the peer has refused a call with this, since its content is gone.
   bool told_lost() const noexcept { return ended() || told_lost_.load(); }
 
   // --- what arrives ---
@@ -98,6 +98,8 @@ class PeerCalls final : public std::enable_shared_from_this<PeerCalls> {
   std::size_t body_bytes_max(FrameKind kind, std::uint16_t verb) const noexcept;
   // REQUIRES: the message is a call, a cancellation, an answer or a refusal. Throws kProtocol: the link ends.
   void on_message(Message&& message);
+  // What a refused call says. REQUIRES: the message is a refusal. Throws kProtocol.
+  Error refusal(const Message& answer);
   // Whether the message may free blocks.
   bool frees_blocks(const Message& message) const noexcept;
   // Ends calls of this side whose deadline has passed. Returns when to call it again, INT64_MAX for never.
@@ -131,7 +133,6 @@ class PeerCalls final : public std::enable_shared_from_this<PeerCalls> {
   void keep(Known& known, const CallPointer& call);
   void send_answer(ServedCall& call, FrameKind kind, Bytes&& body) noexcept;
   void transmit(Message&& message);
-  Error refusal(const Message& answer);
   void note(const Error& error) noexcept;
   std::uint32_t lifetime_ms(std::int64_t until_ns) const noexcept;
   Error too_late(const Verb& verb) const;

@@ -52,7 +52,7 @@ void PromptFetch::on_answer(Message&& message) {
   if (message.verb == kUnmatchVerb.number) return;  // to let_go(), by a thread that has not forgotten the call yet
   if (message.verb != kMatchVerb.number) throw Error(ErrorCode::kProtocol, "the peer answered what it was not asked");
   if (message.kind == FrameKind::kRefused) {
-    if (phase_ == Phase::kMatching) end(lock, read_error(message.body));
+    if (phase_ == Phase::kMatching) end(lock, session_->calls().refusal(message));
     return;
   }
   MatchedBody matched = read_matched(message.body);

@@ -90,7 +90,8 @@ class Session final : public LinkHandler, public DepartingPeer, public std::enab
 
   const PeerMetadata& peer() const noexcept override { return peer_; }
   bool lost() const noexcept { return parting_.reached(PartingState::kStopping); }
-  // The same, and never later than a caller is told kPeerLost: a link refuses messages before it tells the session why.
+  // The same, and no later than a call to the peer throws kPeerLost: a link refuses messages before it tells the session
+  // why. See PeerCalls::told_lost().
   bool told_lost() const noexcept { return lost() || calls_->told_lost(); }
   // Whether the peer has said anything. A side that was called does not know before that it has been admitted.
   bool heard() const noexcept { return heard_.load(std::memory_order_relaxed); }

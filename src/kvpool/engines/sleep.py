@@ -124,8 +124,8 @@ def _free(pool: Pool, addrs: npt.NDArray[np.uint64], until: float) -> None:
     while True:
         try:
             return pool.free(addrs)
-        except StateError:
-            if time.monotonic() > until:
+        except StateError as error:  # those of its kind that pass: a closed or suspended pool stays so
+            if type(error) is not StateError or time.monotonic() > until:
                 raise
         time.sleep(_LOOK_AGAIN_SECONDS)
 

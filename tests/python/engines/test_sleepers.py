@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 
+import numpy as np
 import pytest
 from sleeper_kit import Sleeper
 
 import kvpool
-from kvpool.engines.sleep import Sleepers, check_routes
+from kvpool.engines.sleep import Sleepers, check_routes, suspend_adopted
 
 
 @pytest.fixture
@@ -63,3 +64,39 @@ def test_the_error_about_routes_names_the_mode_and_the_engine():
     check_routes(("cma", "sock"), "sleep mode", "vLLM")
     with pytest.raises(kvpool.Unsupported, match=r"^sleep mode does not work with the route ucx.* that vLLM has"):
         check_routes(("ucx", "sock"), "sleep mode", "vLLM")
+
+
+@pytest.mark.parametrize("error", [kvpool.ClosedError("closed"), kvpool.Suspended("asleep"), kvpool.Fenced("alone")])
+def test_what_stays_refused_is_not_asked_for_again(error):
+    """Only readers of blocks come to an end: a pool that another thread closes stays closed."""
+    asked = []
+
+    class Pool:
+        closed = suspended = False
+
+        def free(self, addrs):
+            asked.append(addrs)
+            raise error
+
+    with pytest.raises(type(error)):
+        suspend_adopted(Pool(), np.zeros(2, np.uint64), timeout=60)
+    assert len(asked) == 1
+
+
+def test_readers_are_waited_for_until_they_let_go():
+    refusals = [kvpool.StateError("a peer reads block 0")] * 3
+    done = []
+
+    class Pool:
+        closed = suspended = False
+
+        def free(self, addrs):
+            if refusals:
+                raise refusals.pop()
+            done.append("free")
+
+        def suspend(self, *, keep, timeout):
+            done.append("suspend")
+
+    assert suspend_adopted(Pool(), np.zeros(2, np.uint64), timeout=60)
+    assert done == ["free", "suspend"]

@@ -38,12 +38,16 @@ def one_blas_thread() -> Iterator[None]:
 def _controls() -> list[_Control]:
     """Of each OpenBLAS in this process."""
     mapped = (line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines())
-    files = {fields[5] for fields in mapped if len(fields) == 6 and "openblas" in fields[5]}
-    return [found for file in sorted(files) if (found := _control_in(ctypes.CDLL(file))) is not None]
+    files = {fields[5] for fields in mapped if len(fields) == 6 and "openblas" in Path(fields[5]).name}
+    return [found for file in sorted(files) if (found := _control_in(file)) is not None]
 
 
-def _control_in(library: ctypes.CDLL) -> _Control | None:
+def _control_in(file: str) -> _Control | None:
     """By the names that NumPy's wheels and distributions give the functions."""
+    try:
+        library = ctypes.CDLL(file)
+    except OSError:  # replaced since it was mapped
+        return None
     for prefix, suffix in product(("scipy_openblas", "openblas"), ("64_", "")):
         name = f"{prefix}_{{}}_num_threads{suffix}"
         if hasattr(library, name.format("set")):

@@ -111,6 +111,8 @@ class AdoptedStore:
     def suspend(self) -> bool:
         """The pages' memory goes for a while. REQUIRES: no save or load is under way. Idempotent.
 
+        Waits ``settings.timeout_s`` for peers that read pages, and again for those that write to some.
+
         Returns:
             Whether the pool is suspended by this call: False if it was before, or is closed.
 
