@@ -27,9 +27,11 @@ py::dict to_dict(const PoolStats& stats) {
   const PoolCounters& counters = stats.counters;
   dict["allocated_blocks"] = counters.allocated_blocks;
   dict["freed_blocks"] = counters.freed_blocks;
+  dict["failed_allocations"] = counters.failed_allocations;
   dict["match_calls"] = counters.match_calls;
   dict["requested_tokens"] = counters.requested_tokens;
   dict["matched_tokens"] = counters.matched_tokens;
+  dict["matched_dram_tokens"] = counters.matched_dram_tokens;
   dict["inserted_blocks"] = counters.inserted_blocks;
   dict["duplicate_blocks"] = counters.duplicate_blocks;
   dict["evicted_blocks"] = counters.evicted_blocks;

@@ -112,14 +112,7 @@ NodePointer make_node(std::uint32_t block_tokens, std::vector<std::size_t> piece
           destroy<PeerNode>};
 }
 
-py::array_t<Address> alloc(PeerNode& node, py::handle n_argument, py::handle medium_argument, py::handle evict_argument,
-                           py::handle instance, py::handle timeout, py::handle stream) {
-  Pool& pool = node.pool();
-  const std::size_t n = count_from(n_argument, "n");
-  const MediumChoice medium = medium_choice_from(medium_argument);
-  const CallerStream after = stream_from(stream);
-  const bool evict = flag_from(evict_argument, "evict");
-  if (!instance.is_none()) return alloc_at_peer(node, n, medium, evict, instance, timeout);
+py::array_t<Address> alloc_here(Pool& pool, std::size_t n, MediumChoice medium, bool evict, const CallerStream& after) {
   if (n > pool.capacity(medium)) pool.throw_out_of_blocks(n, medium);  // before memory is made for the answer
   py::array_t<Address> addresses(static_cast<py::ssize_t>(n));
   Address* out = addresses.mutable_data();
@@ -135,6 +128,21 @@ py::array_t<Address> alloc(PeerNode& node, py::handle n_argument, py::handle med
   const GilReleased released;
   pool.alloc_evicting(n, medium, out, after);
   return addresses;
+}
+
+py::array_t<Address> alloc(PeerNode& node, py::handle n_argument, py::handle medium_argument, py::handle evict_argument,
+                           py::handle instance, py::handle timeout, py::handle stream) {
+  const std::size_t n = count_from(n_argument, "n");
+  const MediumChoice medium = medium_choice_from(medium_argument);
+  const CallerStream after = stream_from(stream);
+  const bool evict = flag_from(evict_argument, "evict");
+  if (!instance.is_none()) return alloc_at_peer(node, n, medium, evict, instance, timeout);
+  try {
+    return alloc_here(node.pool(), n, medium, evict, after);
+  } catch (const Error& error) {
+    if (error.code() == ErrorCode::kOutOfBlocks) node.pool().note_failed_alloc();
+    throw;
+  }
 }
 
 void free_blocks(PeerNode& node, py::handle addresses_argument) {

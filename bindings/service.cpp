@@ -85,6 +85,13 @@ py::list prices_of(const PeerInfo& peer) {
   return prices;
 }
 
+// Bytes by route.
+py::dict sent_to(const PeerInfo& peer) {
+  py::dict sent;
+  for (const auto& [route, bytes] : peer.sent_bytes) sent[py::str(route)] = bytes;
+  return sent;
+}
+
 // The facts of a kvpool.RecallResult, by the names of its fields.
 py::dict recall(PeerNode& node, py::handle peer_argument, py::handle blocks, py::handle count_argument,
                 py::handle timeout) {
@@ -147,7 +154,8 @@ py::list peers(const PeerNode& node) {
                          "link"_a = peer.link, "routes"_a = py::tuple(py::cast(peer.routes)), "pid"_a = peer.pid,
                          "lent_blocks"_a = peer.lent_blocks, "borrowed_blocks"_a = peer.borrowed_blocks,
                          "reserved_blocks"_a = peer.reserved_blocks, "transfers"_a = peer.transfers,
-                         "failing_routes"_a = failures_of(peer), "route_costs"_a = prices_of(peer)));
+                         "failing_routes"_a = failures_of(peer), "route_costs"_a = prices_of(peer),
+                         "sent_bytes"_a = sent_to(peer), "received_bytes"_a = peer.received_bytes));
   }
   return list;
 }

@@ -7,6 +7,7 @@
 
 #include "kvpool/routes/route_cost.h"
 #include "kvpool/routes/route_health.h"
+#include "kvpool/transfer/sent_bytes.h"
 
 namespace kvpool {
 
@@ -23,6 +24,8 @@ struct PeerInfo {
   std::uint32_t transfers = 0;               // transfers from here and requests to it that are under way
   std::vector<RouteFailure> route_failures;  // of routes that have failed and not worked since
   std::vector<RoutePrice> route_prices;      // the expected costs of its routes
+  std::vector<RouteBytes> sent_bytes;        // since it has connected
+  std::uint64_t received_bytes = 0;          // likewise
 };
 
 }  // namespace kvpool

@@ -127,7 +127,8 @@ std::vector<PeerInfo> PeerTable::list() const {
     const ReceiverCounts counts = peer.session->counts();
     list.push_back({name, metadata.instance, metadata.incarnation, peer.link->describe(), peer.session->route_names(),
                     metadata.pid, counts.lent, peer.session->borrowed_blocks(), counts.reserved,
-                    peer.session->under_way(), peer.session->route_failures(), peer.session->route_prices()});
+                    peer.session->under_way(), peer.session->route_failures(), peer.session->route_prices(),
+                    peer.session->sent_bytes().by_route(), counts.received_bytes});
   }
   std::sort(list.begin(), list.end(), [](const PeerInfo& a, const PeerInfo& b) { return a.name < b.name; });
   return list;

@@ -111,6 +111,8 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool> {
   // Throws kUnsupported for DISK.
   static void check_kept(MediumChoice medium);
   [[noreturn]] void throw_out_of_blocks(std::size_t n, MediumChoice medium);
+  // Counts an allocation that the application was refused for want of blocks.
+  void note_failed_alloc() noexcept;
   std::size_t capacity(MediumChoice medium) const noexcept;
 
   // Frees active blocks of the caller. Frees nothing when an address is wrong.

@@ -34,6 +34,11 @@ void Pool::throw_out_of_blocks(std::size_t n, MediumChoice medium) {
   cache_->throw_out_of_blocks(n, medium);
 }
 
+void Pool::note_failed_alloc() noexcept {
+  const SpaceLock lock = blocks_->lock();
+  ++cache_->counters().failed_allocations;
+}
+
 std::vector<Address> Pool::check_free(const Address* addresses, std::size_t n) {
   guard();
   std::vector<Address> own;

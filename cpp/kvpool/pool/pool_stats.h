@@ -13,9 +13,11 @@ namespace kvpool {
 struct PoolCounters {
   std::uint64_t allocated_blocks = 0;
   std::uint64_t freed_blocks = 0;
+  std::uint64_t failed_allocations = 0;  // of the application, for want of blocks
   std::uint64_t match_calls = 0;
   std::uint64_t requested_tokens = 0;
   std::uint64_t matched_tokens = 0;
+  std::uint64_t matched_dram_tokens = 0;  // of these, in DRAM
   std::uint64_t inserted_blocks = 0;
   std::uint64_t duplicate_blocks = 0;
   std::uint64_t evicted_blocks = 0;

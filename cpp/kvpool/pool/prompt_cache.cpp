@@ -1,5 +1,6 @@
 #include "kvpool/pool/prompt_cache.h"
 
+#include <algorithm>
 #include <string>
 
 #include "kvpool/base/error.h"
@@ -28,6 +29,11 @@ IndexHit PromptCache::match(std::string_view name_space, const Token* tokens, st
   ++counters_.match_calls;
   counters_.requested_tokens += n_tokens;
   counters_.matched_tokens += hit.pages * index_.page_tokens();
+  const auto in_dram = [](Address address) {
+    return medium_bits_of(address) == static_cast<std::uint32_t>(Medium::kDram);
+  };
+  counters_.matched_dram_tokens +=
+      static_cast<std::uint64_t>(std::count_if(out, out + hit.pages, in_dram)) * index_.page_tokens();
   return hit;
 }
 

@@ -27,6 +27,7 @@ double AwaitedTransfer::elapsed_us() const noexcept {
 
 void AwaitedTransfer::finish_waiting(TransferKind kind, std::uint64_t bytes, std::optional<Error> error) noexcept {
   SessionHost& host = session_->host();
+  if (kind == TransferKind::kFetch) session_->receiver().note_received(bytes);
   host.tally().ended(kind, error, bytes, host.now_ns() - started_ns_);
   finish_uncounted(std::move(error));
 }

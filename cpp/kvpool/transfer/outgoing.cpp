@@ -278,6 +278,7 @@ void Outgoing::end(Lock& lock, std::optional<Error> error) {
   // Blocks that the peer has inserted are no longer lent; all others are as they were.
   if (lent) session_->end_named(id_, write_to_, /*still_borrowed=*/!request_.insert || error);
   if (reading) session_->host().blocks().release_reading(request_.from);
+  if (route != nullptr) session_->sent_bytes().add(route->name(), bytes_done());
   finish_waiting(TransferKind::kSend, bytes_done(), std::move(error));
 }
 

@@ -304,6 +304,7 @@ ReceiverCounts Receiver::counts() const {
   for (const auto& [id, late] : quarantined_) counts.quarantined += static_cast<std::uint32_t>(late.addresses.size());
   counts.promised = promised_;
   counts.transfers = static_cast<std::uint32_t>(incoming_.size());
+  counts.received_bytes = received_bytes_.load(std::memory_order_relaxed);
   return counts;
 }
 

@@ -15,6 +15,7 @@
 // Thread-safety: all of it. Sends answers without holding the lock. Lives on while its work runs on other threads.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -45,6 +46,7 @@ struct ReceiverCounts {
   std::uint32_t quarantined = 0;
   std::uint32_t transfers = 0;
   std::uint32_t promised = 0;  // counts for the limit: all of these, and requests that are being answered
+  std::uint64_t received_bytes = 0;
 };
 
 // The content of a transfer that this process has placed or is placing.
@@ -152,6 +154,9 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
   void lend_active(std::span<const Address> addresses);
 
   ReceiverCounts counts() const;
+  // Counts content of the peer that has arrived whole, of its transfers and of this side's fetches. What it writes to
+  // blocks that it has borrowed counts once it is inserted, or named in a message.
+  void note_received(std::uint64_t bytes) noexcept { received_bytes_.fetch_add(bytes, std::memory_order_relaxed); }
 
   // Counts memory of the peer's requests. Throws kBusy above the limit.
   RequestBytes::Held hold_request(std::size_t bytes) const {
@@ -231,6 +236,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
   const bool writes_directly_;
   const bool beyond_files_;
   const std::shared_ptr<RequestBytes> request_bytes_ = std::make_shared<RequestBytes>();
+  std::atomic<std::uint64_t> received_bytes_{0};
 
   std::unique_ptr<StagingBuffer> staging_buffer_;  // of the frame that is being placed; only the link's reader uses it
 

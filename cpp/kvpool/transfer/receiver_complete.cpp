@@ -149,6 +149,7 @@ void Receiver::deliver(ServedCall& call, Delivery& delivery) {
   const auto error = failure_of([&] { delivered = host_.blocks().deliver(std::move(delivery)); });
   finish_delivery(call.id(), delivery, blocks, !error);
   if (error) return call.refuse(*error);
+  note_received(blocks * host_.blocks().layout().block_bytes());
   answer(call, delivered.cached);
   if (delivered.news != nullptr) host_.blocks().publish(std::move(delivered.news));
 }

@@ -35,6 +35,7 @@
 #include "kvpool/transfer/peer_reads.h"
 #include "kvpool/transfer/receiver.h"
 #include "kvpool/transfer/request_bytes.h"
+#include "kvpool/transfer/sent_bytes.h"
 #include "kvpool/transfer/session_host.h"
 #include "kvpool/transfer/transfer_id.h"
 
@@ -90,8 +91,8 @@ class Session final : public LinkHandler, public DepartingPeer, public std::enab
 
   const PeerMetadata& peer() const noexcept override { return peer_; }
   bool lost() const noexcept { return parting_.reached(PartingState::kStopping); }
-  // The same, and no later than a call to the peer throws kPeerLost: a link refuses messages before it tells the session
-  // why. See PeerCalls::told_lost().
+  // The same, and no later than a call to the peer throws kPeerLost: a link refuses messages before it tells the
+  // session why. See PeerCalls::told_lost().
   bool told_lost() const noexcept { return lost() || calls_->told_lost(); }
   // Whether the peer has said anything. A side that was called does not know before that it has been admitted.
   bool heard() const noexcept { return heard_.load(std::memory_order_relaxed); }
@@ -107,6 +108,8 @@ class Session final : public LinkHandler, public DepartingPeer, public std::enab
   ReceiverCounts counts() const { return receiver_->counts(); }
   MatchCounts match_counts() const { return matches_->counts(); }
   std::uint32_t borrowed_blocks() const noexcept { return borrowed_.count(); }
+  // Bytes that this side's transfers, and pushes that the peer has asked for, have written.
+  SentBytes& sent_bytes() noexcept { return sent_bytes_; }
   // The number of this side's calls, and of the fetches that it serves, that have not ended.
   std::uint32_t under_way() const;
 
@@ -247,6 +250,7 @@ class Session final : public LinkHandler, public DepartingPeer, public std::enab
   // By pair of media, from and to: it has been or is being measured, or needs no measuring.
   MediumPairMap<std::atomic<bool>> claimed_{};
   Pace attend_pace_;
+  SentBytes sent_bytes_;
   std::atomic<std::uint32_t> wanted_{0};  // pairs to measure when no write is under way
 
   std::mutex recalls_mutex_;  // a leaf, except that the lock of the borrowed blocks is taken under it

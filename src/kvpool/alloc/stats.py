@@ -56,9 +56,11 @@ class PoolStats:
         dram: Blocks of the host tier.
         allocated_blocks: Blocks allocated by callers.
         freed_blocks: Blocks freed by callers.
+        failed_allocations: Calls of alloc, of blocks of this pool, that raised OutOfBlocks.
         match_calls: Calls of match.
         requested_tokens: Tokens that matches asked for.
         matched_tokens: Tokens that matches found.
+        matched_dram_tokens: Of these, the tokens in DRAM blocks; the others were in HBM.
         inserted_blocks: Blocks newly stored in the index.
         duplicate_blocks: Blocks given to insert whose page was cached before.
         evicted_blocks: Cached blocks that were dropped to make room, or by evict.
@@ -79,9 +81,11 @@ class PoolStats:
     dram: MediumStats
     allocated_blocks: int
     freed_blocks: int
+    failed_allocations: int
     match_calls: int
     requested_tokens: int
     matched_tokens: int
+    matched_dram_tokens: int
     inserted_blocks: int
     duplicate_blocks: int
     evicted_blocks: int

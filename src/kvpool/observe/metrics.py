@@ -58,9 +58,9 @@ _GAUGES: Final = (
 _COUNTERS: Final = (
     ("kvpool_allocated_blocks", "Blocks given to callers.", "allocated_blocks"),
     ("kvpool_freed_blocks", "Blocks given back by callers.", "freed_blocks"),
+    ("kvpool_failed_allocations", "Calls of alloc that raised OutOfBlocks.", "failed_allocations"),
     ("kvpool_matches", "Prompts looked up.", "match_calls"),
     ("kvpool_match_requested_tokens", "Tokens of the prompts that were looked up.", "requested_tokens"),
-    ("kvpool_match_cached_tokens", "Of these, the tokens that were cached.", "matched_tokens"),
     ("kvpool_inserted_blocks", "Blocks newly stored in the index.", "inserted_blocks"),
     ("kvpool_duplicate_blocks", "Blocks given to insert whose content was cached before.", "duplicate_blocks"),
     ("kvpool_evicted_blocks", "Cached blocks that were dropped.", "evicted_blocks"),
@@ -248,6 +248,10 @@ def _add_stats(families: _Families, pool_name: str, stats: PoolStats) -> None:
         families.gauge(name, text, [pool_name], getattr(stats, field))
     for name, text, field in _COUNTERS:
         families.counter(name, text, [pool_name], getattr(stats, field))
+    cached = {"hbm": stats.matched_tokens - stats.matched_dram_tokens, "dram": stats.matched_dram_tokens}
+    for medium, tokens in cached.items():
+        text = "Of these, the tokens that were cached, by the medium of their blocks."
+        families.counter("kvpool_match_cached_tokens", text, [pool_name, medium], tokens, "medium")
 
 
 def _add_membership(families: _Families, pool_name: str, pool: Pool) -> None:
@@ -285,6 +289,7 @@ def _add_peers(families: _Families, pool_name: str, peers: list[PeerInfo], peers
 
     for peer in ordered[:peers_max]:
         _add_routes(families, pool_name, peer)
+        _add_traffic(families, pool_name, peer)
 
 
 def _add_routes(families: _Families, pool_name: str, peer: PeerInfo) -> None:
@@ -315,3 +320,12 @@ def _add_transfers(families: _Families, pool_name: str, transfers: Mapping[str, 
             "kvpool_transfer_seconds", "How long those took that ended well.", [pool_name, kind], buckets,
             totals.seconds, "kind",
         )  # fmt: skip
+
+
+def _add_traffic(families: _Families, pool_name: str, peer: PeerInfo) -> None:
+    """Bytes of blocks to and from a peer; from 0 on when it connects anew."""
+    for route, sent in peer.sent_bytes.items():
+        text = "Bytes of blocks that were written to a peer since it has connected, by route."
+        families.counter("kvpool_peer_sent_bytes", text, [pool_name, peer.name, route], sent, "peer", "route")
+    text = "Bytes of blocks that have come from a peer since it has connected."
+    families.counter("kvpool_peer_received_bytes", text, [pool_name, peer.name], peer.received_bytes, "peer")

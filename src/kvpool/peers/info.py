@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvpool.types import Medium
@@ -89,6 +90,10 @@ class PeerInfo:
         failing_routes: Those of `routes` by which the last transfer has failed.
         route_costs: The expected costs of its routes: for each measured pair of media, or else a guess. Routes between
             ranks are not listed.
+        sent_bytes: Bytes of blocks that were written to it since it has connected, by the name of the route: of
+            transfers, and of fetches that it has asked for.
+        received_bytes: Bytes of blocks that it has written here since, or that fetches have read there. What it writes
+            to blocks that it has borrowed counts when a message names them.
     """
 
     name: str
@@ -103,6 +108,8 @@ class PeerInfo:
     transfers: int
     failing_routes: tuple[RouteReport, ...] = ()
     route_costs: tuple[RouteCost, ...] = ()
+    sent_bytes: Mapping[str, int] = field(default_factory=dict, hash=False)
+    received_bytes: int = 0
 
     @classmethod
     def of(cls, facts: dict[str, Any]) -> PeerInfo:

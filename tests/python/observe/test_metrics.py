@@ -98,12 +98,54 @@ def test_counters_count_what_the_pool_did(pool):
     assert value(before, "kvpool_up") == 1
     assert value(before, "kvpool_matches_total") == 1
     assert value(before, "kvpool_match_requested_tokens_total") == stats.requested_tokens == len(prompt(4))
-    assert value(before, "kvpool_match_cached_tokens_total") == stats.matched_tokens == len(prompt(3))
+    assert value(before, "kvpool_match_cached_tokens_total", medium="hbm") == stats.matched_tokens == len(prompt(3))
+    assert value(before, "kvpool_match_cached_tokens_total", medium="dram") == stats.matched_dram_tokens == 0
     assert value(before, "kvpool_inserted_blocks_total") == 3
     assert value(before, "kvpool_swapped_out_blocks_total") == 2
     assert value(before, "kvpool_evicted_blocks_total") == 1
     pool.match(prompt(1)).close()
     assert value(scraped(pool), "kvpool_matches_total") == 2
+
+
+def test_cached_tokens_are_counted_where_they_were_found(pool):
+    store(pool, prompt(3))
+    pool.swap_out(1)
+    with pool.match(prompt(4)) as hit:
+        in_dram = sum(kvpool.media(hit.addrs) == DRAM)
+    samples = scraped(pool)
+    block = pool.kv_layout.block_tokens
+    assert in_dram == 1
+    assert value(samples, "kvpool_match_cached_tokens_total", medium="dram") == block
+    assert value(samples, "kvpool_match_cached_tokens_total", medium="hbm") == 2 * block
+
+
+def test_an_allocation_that_fails_is_counted_however_it_fails(pool):
+    blocks = pool.stats().hbm.capacity
+    held = pool.alloc(blocks - 1)
+    for n, evict in ((blocks + 1, True), (2, True), (2, False)):
+        with pytest.raises(kvpool.OutOfBlocks):
+            pool.alloc(n, evict=evict)
+    with pytest.raises(kvpool.ArgumentError):
+        pool.alloc(-1)
+    pool.free(held)
+    pool.free(pool.alloc(2))
+    assert value(scraped(pool), "kvpool_failed_allocations_total") == 3
+
+
+@pytest.mark.parametrize("route", ["shm", "sock-unix"])
+def test_bytes_are_counted_at_both_ends_by_peer_and_by_route(route):
+    with pair_of(route) as pair:
+        block = pair.a.kv_layout.block_bytes
+        pair.a.transfer(pair.to_b, pair.a.alloc(3)).wait()
+        fetched = pair.b("shown = pool.alloc(2)\nshown.tolist()")
+        pair.a.fetch(pair.to_b, fetched).wait()
+        name = pair.a.peers.list()[0].routes[0]
+        samples = scraped(pair.a)
+        assert value(samples, "kvpool_peer_sent_bytes_total", peer=pair.to_b, route=name) == 3 * block
+        assert value(samples, "kvpool_peer_received_bytes_total", peer=pair.to_b) == 2 * block
+        facts = pair.b("(dict(pool.peers.list()[0].sent_bytes), pool.peers.list()[0].received_bytes)")
+        assert facts[1] == 3 * block
+        assert sum(facts[0].values()) in (0, 2 * block)  # 0 where the reader copies them out of mapped memory itself
 
 
 def test_the_names_are_those_that_prometheus_wants(pool):
