@@ -54,7 +54,7 @@ def test_a_member_asks_for_the_proof_that_a_lost_peer_writes_no_more(place, near
 
 def test_a_member_that_is_killed_while_it_sends_leaves_nothing(place, near_nursery, request):
     dice = random.Random(seed_of(request))
-    with home_of(place) as home:
+    with home_of(place, LINK_LEASE) as home:
         instances = set()
         for life in range(1, KILLS + 1):
             with home.member(near_nursery) as victim:
@@ -71,7 +71,7 @@ def test_a_member_that_is_killed_while_it_sends_leaves_nothing(place, near_nurse
 
 def test_a_member_that_is_killed_while_it_receives_is_reconnected_by_its_name(place, near_nursery, request):
     dice = random.Random(seed_of(request))
-    with home_of(place) as home:
+    with home_of(place, LINK_LEASE) as home:
         done: list[int] = []
         for life in range(1, KILLS + 1):
             with home.member(near_nursery) as victim:
@@ -97,7 +97,7 @@ def test_a_member_that_is_killed_while_it_receives_is_reconnected_by_its_name(pl
 
 
 def test_restarting_members_leaks_no_descriptor_and_no_thread(place, near_nursery):
-    with home_of(place) as home:
+    with home_of(place, LINK_LEASE) as home:
         counts = []
         rounds = 10
         for _ in range(rounds):
@@ -138,6 +138,7 @@ worker.start()
             home.events.wait("victim", *["lost"] * (run + 1))
             eventually(lambda: pool.peers.list() == [])
             eventually(lambda: pool.stats().hbm.lent == pool.stats().hbm.reserved == 0)  # a moment after it has gone
+            eventually(lambda: pool.stats().hbm.active == 0)  # the reader has done with what came before
             own = take_all(pool)
             stamp(pool, own, 0xABCD00 + run)
             stats = pool.audit().hbm

@@ -22,7 +22,7 @@ __all__ = ["far_nursery", "near_nursery"]
 @pytest.mark.parametrize("route", ROUTES)
 def test_handles_that_are_kept_hold_nothing_of_a_dead_peer(route, near_nursery, far_nursery):
     nursery = far_nursery if route == "sock-tcp" else near_nursery
-    with survivor_of(route, nursery) as survivor:
+    with survivor_of(route, nursery, lease_s=60.0) as survivor:
         pool = survivor.pool
         before = things()
         before["threads"] += pool.settings.transfer_threads

@@ -210,7 +210,7 @@ def test_a_reader_that_reads_nothing_delays_no_other(wired, near_nursery, far_nu
         stamp(pool, addrs, 1)
         stuck = [pool.alloc(8, instance="victim"), pool.alloc(8, instance="victim")]
         wired.proxy.hold(up=False, down=True)
-        handles = [pool.transfer("victim", addrs[:8], to=to, private=b"0") for to in stuck]
+        handles = [pool.transfer("victim", addrs[:8], to=to, private=b"0", timeout=600) for to in stuck]
         for _ in range(100):
             with contextlib.suppress(kvpool.OutOfBlocks):
                 pool.transfer("quick", addrs[:2], private=(1).to_bytes(4, "little"), priority="decode").wait(30)

@@ -150,7 +150,7 @@ def test_a_stopped_borrower_delays_no_one_and_wakes_up_without_them(route, borro
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_borrower_that_is_killed_in_a_recall_leaves_nothing(route, borrower):
-    with pair_of(route, child=borrower, a=SHORT, b=SHORT, clean=False) as pair:
+    with pair_of(route, child=borrower, a=LONG, b=LONG, clean=False) as pair:
         borrow(pair, 3)
         borrower.kill(signal.SIGSTOP)
         taken = pair.a.peers.recall(pair.to_b, 1, timeout=0.2)

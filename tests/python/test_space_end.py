@@ -50,7 +50,7 @@ def test_a_model_is_unloaded_as_soon_as_its_last_block_is_free(space):
     addrs = a.alloc(2)
     worker = threading.Thread(target=space.unload, args=("a",))
     worker.start()
-    for _ in range(2000):
+    for _ in range(20000):
         try:
             a.free(a.alloc(1))
             time.sleep(0.001)
@@ -293,7 +293,7 @@ def test_a_space_that_is_closed_ends_an_unload(keep):
 
     worker = threading.Thread(target=unload)
     worker.start()
-    for _ in range(2000):  # until it has begun
+    for _ in range(20000):  # until it has begun
         try:
             a.free(a.alloc(1))
             time.sleep(0.001)

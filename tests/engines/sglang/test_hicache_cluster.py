@@ -16,8 +16,15 @@ from test_hicache import StateHost
 from transfer.kit import eventually
 
 import kvpool
+from kvpool.engines import keyed_members
 
 MODEL = {"dram_pages": 16, "model": "m, revision 1"}
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members have time to answer, also on a busy machine."""
+    monkeypatch.setattr(keyed_members, "ASK_SECONDS", 2.0)
 
 
 @pytest.fixture

@@ -13,10 +13,12 @@ import threading
 import torch
 from inside import only_engine
 
+import kvpool
 from kvpool.engines.vllm import engine_pool
 
 _protect = ctypes.CDLL(None, use_errno=True).mprotect
 _tensors: list[torch.Tensor] = []
+_held: list[kvpool.KVSequence] = []
 counts = {"slept": 0, "woken": 0}
 
 
@@ -67,9 +69,17 @@ def asleep(worker) -> dict:
     return {"suspended": only_engine().pool.suspended, **counts}
 
 
-def hold_a_block(worker, seconds: float, patience: float) -> None:
-    """As a peer's transfer does that takes so long; and a sleep waits for it so long."""
+def hold_a_block(worker, seconds: float | None, patience: float) -> None:
+    """As a peer's transfer does that takes so long, or until `let_go`; and a sleep waits for it so long."""
     engine = only_engine()
     engine_pool._SUSPEND_SECONDS = patience
-    held = engine.pool.sequence(engine._addrs[1:2])
-    threading.Timer(seconds, held.close).start()
+    _held.append(engine.pool.sequence(engine._addrs[1:2]))
+    if seconds is not None:
+        threading.Timer(seconds, _held[-1].close).start()
+
+
+def let_go(worker, patience: float) -> None:
+    """Of what is held; and a sleep waits so long again."""
+    engine_pool._SUSPEND_SECONDS = patience
+    while _held:
+        _held.pop().close()

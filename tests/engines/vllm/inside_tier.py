@@ -11,6 +11,9 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 import kvpool
+from kvpool.engines import keyed_members
+
+keyed_members.ASK_SECONDS = 0.5  # another engine may be busy, and so may the machine
 
 
 def counts(manager: Any) -> dict:

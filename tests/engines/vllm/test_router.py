@@ -128,21 +128,25 @@ def test_what_kvpool_caches_is_published_under_vllms_hashes(pair):
                         stored[event.medium] |= dict.fromkeys(event.block_hashes, str(event.extra_keys))
 
         with router("--instances", f"a={pair['a'].url}", up=1) as client:
-            number = iter(range(200, 300))
+            number = itertools.count(200)
 
             def heard() -> bool:  # a publisher sends nothing to those who come late
                 complete(client, prompt(64, next(number)))
                 take()
                 return bool(stored["GPU"])
 
+            def saved() -> bool:  # saves end beside later steps
+                complete(client, prompt(16, next(number)))
+                take()
+                return stored["CPU"].keys() >= stored["GPU"].keys()
+
             eventually(heard, 60)
+            eventually(saved, 60)
             stored["GPU"].clear()
             stored["CPU"].clear()
             complete(client, prompt(320, 60))
             complete(client, prompt(320, 60), cache_salt="tenant")
-            for _ in range(10):  # saves end beside later steps
-                complete(client, prompt(16, next(number)))
-                take()
+            eventually(lambda: saved() and len(stored["GPU"]) == 20, 60)
     assert len(stored["GPU"]) == 20
     assert set(stored["CPU"]) == set(stored["GPU"])
     assert sum("tenant" in each for each in stored["CPU"].values()) > 0

@@ -72,11 +72,11 @@ def test_a_sleep_waits_for_what_still_reads_the_blocks(engine):
 def test_an_engine_whose_blocks_stay_in_use_stays_awake_and_says_so(engine):
     """A peer that does not end its transfer, say. Nothing is unmapped under it."""
     engine.ask(prompt(100, seed=8))
-    engine("inside", "hold_a_block", 2.0, 0.1, module="inside_sleep")
+    engine("inside", "hold_a_block", None, 0.1, module="inside_sleep")
     told = engine.attempt("sleep", level=1)
     assert "reads the block" in told["text"]
     assert not any(asleep(engine))
-    engine("inside", "hold_a_block", 0, 60, module="inside_sleep")
+    engine("inside", "let_go", 60, module="inside_sleep")
     assert engine("wake_up")["awake"]
     engine("sleep", level=1)
     assert all(asleep(engine))

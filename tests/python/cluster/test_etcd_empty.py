@@ -64,7 +64,7 @@ def test_a_member_that_comes_back_too_late_for_its_id_is_refused(own, own_etcd, 
     cut_off.back()
     wait_for(lambda: cut_off.words[-1:] == ["refused"])
     assert not reg.lease_valid()
-    assert newcomer.lease_valid()
+    wait_for(newcomer.lease_valid)
     wait_for(lambda: [one.name for one in own.join().members()] == ["b"])
 
 

@@ -16,7 +16,7 @@ HEARTBEAT = 0.3
 
 @pytest.fixture
 def place(own_etcd):
-    one = EtcdPlace(own_etcd, heartbeat=HEARTBEAT, timeout=60.0)
+    one = EtcdPlace(own_etcd, lease=20.0, heartbeat=HEARTBEAT, timeout=60.0)
     yield one
     one.close()
 

@@ -40,8 +40,8 @@ def test_a_request_goes_on_decoding_while_its_blocks_move(places, reader, by):
     a, b = places
     prompt = prompt_of(2, 40)
     a.engine.begin("r", prompt, 200)
-    for each in places:
-        each.engine.run(0.0005)
+    a.engine.run(0.05)  # it must not be at the end before it moves
+    b.engine.run(0.0005)
     moving = a.migrations.migrate("r", "b", by=by)
     result = moving.wait()
     assert moving.state == "there"

@@ -106,7 +106,7 @@ def test_a_destination_whose_pool_is_closed_leaves_the_request_at_its_source(pla
     with pytest.raises(kvpool.PeerLost):
         moving.wait()
     assert moving.state == "here"
-    del b.engine.requests["r"]
+    eventually(lambda: b.engine.requests.pop("r", None))  # its engine adopts what arrived when its pool is closed
     check(reader, a.engine, "r", prompt)
     a.check_empty()
 
@@ -143,11 +143,11 @@ def test_a_cancelled_hand_over_to_a_destination_that_stays_silent_ends_in_time(p
     a.engine.begin("r", prompt, LENGTH)
     reached, go = threading.Event(), threading.Event()
     b.engine.before["adopt"] = lambda _: (reached.set(), go.wait(20))
-    moving = a.migrations.migrate("r", "b", timeout=2)
+    moving = a.migrations.migrate("r", "b", timeout=5)
     assert reached.wait(20)
     moving.cancel()
     with pytest.raises(kvpool.DeadlineExceeded):
-        moving.wait(10)
+        moving.wait(60)
     assert moving.state == "handed over"
     assert not a.engine.step("r")
     go.set()

@@ -266,7 +266,7 @@ def test_a_request_that_only_its_destination_has_waits_for_room(make, reader):
 
 def test_sources_that_are_fenced_use_up_no_place_of_those_that_come(make, reader):
     fenced = set()
-    timing = Timing(repeat_s=0.05, silence_s=0.3, stop_s=5.0)
+    timing = Timing(repeat_s=0.05, silence_s=3.0, stop_s=5.0)
     gone = {"gone": lambda name, incarnation: "fenced" if incarnation in fenced else None}
     a, b = make({"arrivals_max": 1, "timing": timing, **gone})
     hears = make_deaf(a, "decoding")

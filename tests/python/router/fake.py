@@ -1,7 +1,8 @@
 """A fake instance: an HTTP server that speaks enough of OpenAI's API. Runs in a thread, or as a process to be killed.
 
 Requests say how it behaves: `pieces` of text, `first_s` before the first, `every_s` between two, `die` after so many,
-`hold_at` the piece that waits for `released`. One that goes to several may say it for each: `{"first_s": {"a": 600}}`.
+`hold_at` the piece that waits for `released`, `held` that all of the answer does. One that goes to several may say it
+for each: `{"first_s": {"a": 600}}`.
 As a process it prints its port and runs until it is killed: `python fake.py NAME`.
 """
 
@@ -94,6 +95,8 @@ class FakeInstance:
 
     async def _answer(self, fields: dict, send) -> None:
         await asyncio.sleep(self._said(fields, "first_s", 0))
+        while self._said(fields, "held", False) and not self.released.is_set():
+            await asyncio.sleep(0.01)
         if self.status:
             await _start(send, self.status, b"application/json")
             await send({"type": "http.response.body", "body": b'{"error": {"message": "by the fake"}}'})

@@ -161,6 +161,15 @@ class Running:
         return float(lines[0].rpartition(" ")[2]) if lines else 0.0
 
 
+def connected(running: Running) -> socket.socket:
+    """A client that is done with when this is closed, whatever it has sent."""
+    return socket.create_connection(("127.0.0.1", int(running.url.rpartition(":")[2])), PATIENCE_S)
+
+
+def head_of(length: int, path: str = "/v1/completions") -> bytes:
+    return f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {length}\r\n\r\n".encode()
+
+
 @contextmanager
 def routing(*instances: Any, up: int | None = None, **settings: Any) -> Iterator[Running]:
     """A router in front of fakes, once `up` of them (all) are up."""

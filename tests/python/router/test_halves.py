@@ -7,7 +7,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from router.router_kit import asked_of, events, eventually, fakes, httpx, logged, routing, unheard
+from router.router_kit import asked_of, connected, events, eventually, fakes, head_of, logged, routing, unheard
 
 from kvpool.control.reading.halves import divisible, for_decode, for_prefill, params_of, without_params
 from kvpool.control.router import InstanceSpec, RouterSettings
@@ -161,8 +161,10 @@ def test_the_same_prompt_goes_where_it_is_cached_at_both():
 
 def test_a_client_that_leaves_ends_prefill():
     with fakes("p1", "d1") as (prefill, decode), routing(prefill, decode) as running:
-        with pytest.raises(httpx.ReadTimeout):
-            running.client.post("/v1/completions", json={"prompt": "x", "first_s": {"p1": 600}}, timeout=0.3)
+        body = json.dumps({"prompt": "x", "first_s": {"p1": 600}}).encode()
+        with connected(running) as sock:
+            sock.sendall(head_of(len(body)) + body)
+            eventually(lambda: prefill.under_way == 1)
         eventually(lambda: prefill.abandoned == 1, "prefill went on")
         assert asked_of(decode) == []
 
@@ -183,10 +185,12 @@ def test_a_decode_that_falls_out_while_the_prompt_is_computed_is_not_asked():
     with fakes("p1", "d1", "d2") as (prefill, one, other), routing(prefill, one, other) as running:
         running.admin.post("/instances/d2/drain")
         with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(running.complete, "hello", first_s={"p1": 1.0, "d1": 600})
+            asked = pool.submit(running.complete, "hello", held={"p1": True}, first_s={"d1": 600})
             eventually(lambda: prefill.under_way == 1)
             running.admin.post("/instances/d2/resume")
             one.well = False
+            eventually(lambda: running.state("d1") != "healthy")
+            prefill.released.set()
             answer = asked.result()
         assert answer.headers["x-kvpool-instance"] == "d2"
         assert asked_of(one) == []
@@ -196,10 +200,11 @@ def test_a_prefill_that_answers_alone_after_a_try_in_halves_is_not_named():
     with fakes("p1", "d1", "b") as (prefill, decode, both), routing(prefill, decode, both) as running:
         running.admin.post("/instances/b/drain")
         with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(running.complete, "hello", first_s={"p1": 0.5}, die={"d1": 0})
+            asked = pool.submit(running.complete, "hello", held={"p1": True}, die={"d1": 0})
             eventually(lambda: prefill.under_way == 1)
             running.admin.post("/instances/p1/drain")
             running.admin.post("/instances/b/resume")
+            prefill.released.set()
             answer = asked.result()
         assert answer.headers["x-kvpool-instance"] == "b"
         assert "x-kvpool-prefill" not in answer.headers

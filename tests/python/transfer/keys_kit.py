@@ -14,7 +14,7 @@ import kvpool
 
 KEYS = [hashlib.sha256(str(i).encode()).digest() for i in range(20)]
 ROW = small_layout().block_bytes
-BRIEF = local_settings("sock-unix") | {"lease_s": 1.0}
+BRIEF = local_settings("sock-unix") | {"lease_s": 3.0}
 CACHE = "cache = kvpool.KeyedCache(pool, 8, name='kv')"
 PUT = "cache.put(keys, np.repeat(np.array(values, np.uint8)[:, None], cache.block_bytes, axis=1))"
 LET_GO = "wait_for(lambda: (cache.evict(100), len(cache))[1] == 0)"  # nothing of it is held

@@ -147,7 +147,7 @@ def test_two_full_pools_that_fetch_from_each_other_get_on():
 @pytest.mark.parametrize("how", ["cancelled", "late", "lost"])
 def test_one_that_fails_leaves_nothing_here(how):
     child = Child()
-    settings = SETTINGS | {"lease_s": 1.0 if how == "lost" else 60.0}
+    settings = SETTINGS | {"lease_s": 3.0 if how == "lost" else 60.0}
     with small_pool(name="a", **settings) as a:
         address = child(
             "pool = small_pool(name='b', **settings)\nstore(pool, prompt(3))\n"

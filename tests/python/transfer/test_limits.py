@@ -165,7 +165,7 @@ def test_a_deadline_ends_a_transfer(route, named):
         stream = pair.a.transfer(pair.to_b, addrs, to=to, timeout=0.1, layerwise=True)
         with pytest.raises(kvpool.DeadlineExceeded):
             stream.transfer.wait(60)
-        assert 0.1 <= time.monotonic() - begin < 5
+        assert 0.1 <= time.monotonic() - begin < 30
         eventually(lambda: pair.b("pool.stats().hbm.reserved") == 0)
         if named:
             pair.a.transfer(pair.to_b, addrs, to=to).wait()

@@ -87,7 +87,7 @@ def test_what_a_peer_has_borrowed_keeps_it_awake_until_it_is_given_back(pair):
 def test_what_a_lost_peer_may_still_write_keeps_it_awake():
     """A stopped process may be in the middle of a write. Only its end proves that nothing comes any more."""
     route_or_skip("cma")
-    with made("cma", lease_s=1) as (one, peer):
+    with made("cma", lease_s=3) as (one, peer):
         peer("lent = pool.alloc(1, instance='sleeper')")
         peer.kill(signal.SIGSTOP)
         eventually(lambda: one.pool.stats().hbm.quarantined == 1)

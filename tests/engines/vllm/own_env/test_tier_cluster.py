@@ -17,11 +17,18 @@ from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
 import kvpool
+from kvpool.engines import keyed_members
 from kvpool.engines.vllm.tier_store import Keys, TierOptions, TierStore, close_store, open_store
 from kvpool.transfer.key_fetch import FetchControl
 
 PRIMARY = 8
 TIER = {"dram_blocks": 16, "model": "tiny, revision 1"}
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members have time to answer, also on a busy machine."""
+    monkeypatch.setattr(keyed_members, "ASK_SECONDS", 2.0)
 
 
 @pytest.fixture
