@@ -49,6 +49,7 @@ class Carrier:
         at_once: So many are under way at a time.
         back_off_s: A request whose move has failed is not free to move for so long.
         changed: Called when a move has ended.
+        may_begin: Whether this instance has its lease: without it none of the moves that wait begins.
         clock: Seconds, of any origin.
     """
 
@@ -60,6 +61,7 @@ class Carrier:
         at_once: int,
         back_off_s: float,
         changed: Callable[[], None],
+        may_begin: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._migrations = migrations
@@ -68,6 +70,7 @@ class Carrier:
         self._at_once = at_once
         self._back_off_s = back_off_s
         self._changed = changed
+        self._may_begin = may_begin
         self._clock = clock
         self._lock = threading.Lock()  # of what follows; held briefly
         self._queue: deque[tuple[PlannedMove, str]] = deque()
@@ -138,6 +141,8 @@ class Carrier:
 
     def _move(self, move: PlannedMove, to: str) -> str:
         """Moves one request. What became of it."""
+        if not self._may_begin():
+            return "Fenced"
         try:
             self._migrations.migrate(move.request, to, by=move.way, timeout=self._move_s).wait()
         except Error as error:  # it stays here, or `under_way` goes on saying that it leaves

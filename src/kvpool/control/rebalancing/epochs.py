@@ -88,7 +88,14 @@ class Epochs:
         self._clock = clock
         self.tally = Tally()
         self.carrier = Carrier(
-            migrations, self.tally, move_s, moves_at_once, planner.behind_max * epoch_s, changed, clock
+            migrations,
+            self.tally,
+            move_s,
+            moves_at_once,
+            planner.behind_max * epoch_s,
+            changed,
+            registration.lease_valid,
+            clock,
         )
         self._members = MemberStates()
         self._book = PlanBook()
@@ -126,7 +133,7 @@ class Epochs:
         planner = planner_of(live)
         if self._registration.lease_valid():
             plan = said[planner].plan if planner in said else None
-            if plan is not None and self._book.accept(plan, planner):
+            if plan is not None and self._book.accept(plan, planner, [each.state for each in said.values()]):
                 self._carry_out(plan, said)
             if planner == self._instance:
                 self._plan_if_due(said)
@@ -212,9 +219,12 @@ class Epochs:
         states = [self._state(said), *(each.state for each in said.values())]
         number = self._book.next_number(states)
         plan = self._planner.plan(states, number, self._instance)
+        if not self._registration.lease_valid():  # it was stopped meanwhile: another one plans, or soon will
+            return
         if self._plan is None:
             self.tally.count("takeovers")
-        if self._plan is None or not plan.asks_the_same(self._plan):
+        # Where another one has planned since, nobody accepts what this one has asked for before: it asks anew.
+        if self._plan is None or number.term > self._plan.number.term or not plan.asks_the_same(self._plan):
             self._plan = plan
             self._book.made(number)
             self.tally.count("plans_made")
