@@ -94,7 +94,7 @@ class Epochs:
             moves_at_once,
             planner.behind_max * epoch_s,
             changed,
-            registration.lease_valid,
+            self._lease,
             clock,
         )
         self._members = MemberStates()
@@ -127,16 +127,17 @@ class Epochs:
             ClosedError: The instance has left the cluster.
             StateError: Another incarnation has its name.
         """
+        lease = self._lease()  # before what the others say, which is old if this instance is stopped in between
         said = self._members.read(self._cluster.members())
         said.pop(self._instance, None)  # what this instance says is here, and newer
         live = {self._instance, *said}
         planner = planner_of(live)
-        if self._registration.lease_valid():
+        if lease is not None and self._lease() == lease:
             plan = said[planner].plan if planner in said else None
             if plan is not None and self._book.accept(plan, planner, [each.state for each in said.values()]):
-                self._carry_out(plan, said)
+                self._carry_out(plan, said, lease)
             if planner == self._instance:
-                self._plan_if_due(said)
+                self._plan_if_due(said, lease)
         if planner != self._instance:
             self._plan = None
         self._publish(self._state(said))
@@ -184,7 +185,11 @@ class Epochs:
 
     # ---- what it does
 
-    def _carry_out(self, plan: EpochPlan, said: dict[int, Said]) -> None:
+    def _lease(self) -> int | None:
+        """Which of its leases this instance has: one that it has regained is another. None: it has none."""
+        return self._registration.leases_lost if self._registration.lease_valid() else None
+
+    def _carry_out(self, plan: EpochPlan, said: dict[int, Said], lease: int) -> None:
         """Carries out this instance's part of a plan that it has accepted."""
         self.tally.count("plans_accepted")
         state = self._state(said)
@@ -199,7 +204,7 @@ class Epochs:
         )
         names = {self._instance: self._registration.name} | {instance: one.name for instance, one in said.items()}
         self.tally.moved("void", duties.void)
-        self.carrier.carry(duties.moves, names)
+        self.carrier.carry(duties.moves, names, lease)
         for place in duties.placed:
             self._call("place", partial(self._engine.place, place.request, names[place.destination]))
             self.tally.count("placed")
@@ -209,7 +214,7 @@ class Epochs:
                 self._terminated = True
                 self._call("terminate", self._terminate)
 
-    def _plan_if_due(self, said: dict[int, Said]) -> None:
+    def _plan_if_due(self, said: dict[int, Said], lease: int) -> None:
         """Makes a plan for all, once an epoch, and carries out its own part."""
         now = self._clock()
         since = now - self._planned_at
@@ -219,7 +224,7 @@ class Epochs:
         states = [self._state(said), *(each.state for each in said.values())]
         number = self._book.next_number(states)
         plan = self._planner.plan(states, number, self._instance)
-        if not self._registration.lease_valid():  # it was stopped meanwhile: another one plans, or soon will
+        if self._lease() != lease:  # it was stopped meanwhile: another one plans, or has planned
             return
         if self._plan is None:
             self.tally.count("takeovers")
@@ -229,7 +234,7 @@ class Epochs:
             self._book.made(number)
             self.tally.count("plans_made")
             if self._book.accept(plan, self._instance):
-                self._carry_out(plan, said)
+                self._carry_out(plan, said, lease)
         if plan.starts and self._activate is not None:
             self._call("activate", partial(self._activate, plan.starts))
 
