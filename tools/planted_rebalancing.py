@@ -10,9 +10,12 @@ __all__ = ["REBALANCING_BUGS"]
 
 _LEASES: Final = ("python/control/test_rebalancing_leases.py",)
 _TURNS: Final = ("python/policy/test_rebalancing_turns.py", "python/control/test_rebalancing.py", *_LEASES)
+_KILLED: Final = ("multiprocess/test_planner_kill.py",)
 _PLAN: Final = ("python/policy/test_rebalancing_plan.py",)
 _EPOCHS: Final = ("python/control/test_rebalancing.py",)
 _ACCEPT: Final = "if plan.planner != planner or plan.number <= self.accepted:"
+_NEWEST: Final = "if any(plan.number < state.last for state in others):"
+_READ: Final = "if plan is not None and self._book.accept(plan, planner, [each.state for each in said.values()]):"
 
 REBALANCING_BUGS: Final = (
     Bug(
@@ -91,7 +94,7 @@ REBALANCING_BUGS: Final = (
         "old-plan-that-is-back",
         "policy",
         "an instance that missed the plan of another planner carries out the older one of a planner that is back",
-        in_python("policy/rebalancing/turns.py", "if any(plan.number < state.last for state in others):", "if False:"),
+        in_python("policy/rebalancing/turns.py", _NEWEST, "if False:"),
         _TURNS,
         build="python",
     ),
@@ -131,6 +134,39 @@ REBALANCING_BUGS: Final = (
         "an instance that has lost its lease goes on with the moves of its last plan that wait",
         in_python("control/rebalancing/carrying.py", " if self._lease() == lease else", " if True else"),
         _LEASES,
+        build="python",
+    ),
+    Bug(
+        "plan-carried-out-when-read",
+        "control",
+        "an instance carries out a plan of another process whenever it reads it: requests are asked to move twice",
+        in_python("control/rebalancing/epochs.py", _READ, "if plan is not None:"),
+        _KILLED,
+        build="python",
+    ),
+    Bug(
+        "woken-planner-believed",
+        "policy",
+        "the plan of a planner that wakes after another one has planned is carried out by the other processes",
+        in_python("policy/rebalancing/turns.py", _ACCEPT, _ACCEPT.replace("<=", "=="))
+        + in_python("policy/rebalancing/turns.py", _NEWEST, "if False:"),
+        _KILLED,
+        build="python",
+    ),
+    Bug(
+        "woken-planner-believed-by-one",
+        "policy",
+        "the plan of a planner that wakes is carried out by the one process that has missed the newer plan",
+        in_python("policy/rebalancing/turns.py", _NEWEST, "if False:"),
+        _KILLED,
+        build="python",
+    ),
+    Bug(
+        "woken-planner-believes-itself",
+        "control",
+        "a planner that was stopped while it planned wakes as a member again, and carries out what it has planned",
+        in_python("control/rebalancing/epochs.py", "        if self._lease() != lease:  #", "        if False:  #"),
+        _KILLED,
         build="python",
     ),
 )
