@@ -8,10 +8,14 @@ from tools.planted_kit import Bug, in_python
 
 __all__ = ["REBALANCING_BUGS"]
 
-_TURNS: Final = ("python/policy/test_rebalancing_turns.py", "python/control/test_rebalancing.py")
+_LEASES: Final = ("python/control/test_rebalancing_leases.py",)
+_TURNS: Final = ("python/policy/test_rebalancing_turns.py", "python/control/test_rebalancing.py", *_LEASES)
+_KILLED: Final = ("multiprocess/test_planner_kill.py",)
 _PLAN: Final = ("python/policy/test_rebalancing_plan.py",)
 _EPOCHS: Final = ("python/control/test_rebalancing.py",)
 _ACCEPT: Final = "if plan.planner != planner or plan.number <= self.accepted:"
+_NEWEST: Final = "if any(plan.number < state.last for state in others):"
+_READ: Final = "if plan is not None and self._book.accept(plan, planner, [each.state for each in said.values()]):"
 
 REBALANCING_BUGS: Final = (
     Bug(
@@ -68,8 +72,8 @@ REBALANCING_BUGS: Final = (
         "moves of a plan that have not begun are carried out after the next plan has come",
         in_python(
             "control/rebalancing/carrying.py",
-            "            self._queue = deque((move, names[move.destination]) for move in moves)\n",
-            "            self._queue.extend((move, names[move.destination]) for move in moves)\n",
+            "            self._queue = deque((move, names[move.destination], lease) for move in moves)\n",
+            "            self._queue.extend((move, names[move.destination], lease) for move in moves)\n",
         ),
         _EPOCHS,
         build="python",
@@ -79,9 +83,90 @@ REBALANCING_BUGS: Final = (
         "control",
         "an instance that the cluster has given up goes on planning and carrying out",
         in_python(
-            "control/rebalancing/epochs.py", "        if self._registration.lease_valid():\n", "        if True:\n"
+            "control/rebalancing/epochs.py",
+            "        if lease is not None and self._lease() == lease:\n",
+            "        lease = lease or 0\n        if True:\n",
         ),
-        _EPOCHS,
+        _LEASES,
+        build="python",
+    ),
+    Bug(
+        "old-plan-that-is-back",
+        "policy",
+        "an instance that missed the plan of another planner carries out the older one of a planner that is back",
+        in_python("policy/rebalancing/turns.py", _NEWEST, "if False:"),
+        _TURNS,
+        build="python",
+    ),
+    Bug(
+        "not-asked-for-anew",
+        "control",
+        "a planner that is back wants what it wanted before, and does not say so anew: nobody accepts it any more",
+        in_python("control/rebalancing/epochs.py", "number.term > self._plan.number.term or ", ""),
+        _LEASES,
+        build="python",
+    ),
+    Bug(
+        "planned-under-an-old-lease",
+        "control",
+        "a planner that was stopped for longer than its lease while it planned carries out its plan when it wakes",
+        in_python(
+            "control/rebalancing/epochs.py",
+            "        if self._lease() != lease:  #",
+            "        if False:  #",
+        ),
+        _LEASES,
+        build="python",
+    ),
+    Bug(
+        "read-under-an-old-lease",
+        "control",
+        "an instance that was stopped for longer than its lease acts on what it has read before",
+        in_python(
+            "control/rebalancing/epochs.py", "if lease is not None and self._lease() == lease:", "if lease is not None:"
+        ),
+        _LEASES,
+        build="python",
+    ),
+    Bug(
+        "begun-under-an-old-lease",
+        "control",
+        "an instance that has lost its lease goes on with the moves of its last plan that wait",
+        in_python("control/rebalancing/carrying.py", " if self._lease() == lease else", " if True else"),
+        _LEASES,
+        build="python",
+    ),
+    Bug(
+        "plan-carried-out-when-read",
+        "control",
+        "an instance carries out a plan of another process whenever it reads it: requests are asked to move twice",
+        in_python("control/rebalancing/epochs.py", _READ, "if plan is not None:"),
+        _KILLED,
+        build="python",
+    ),
+    Bug(
+        "woken-planner-believed",
+        "policy",
+        "the plan of a planner that wakes after another one has planned is carried out by the other processes",
+        in_python("policy/rebalancing/turns.py", _ACCEPT, _ACCEPT.replace("<=", "=="))
+        + in_python("policy/rebalancing/turns.py", _NEWEST, "if False:"),
+        _KILLED,
+        build="python",
+    ),
+    Bug(
+        "woken-planner-believed-by-one",
+        "policy",
+        "the plan of a planner that wakes is carried out by the one process that has missed the newer plan",
+        in_python("policy/rebalancing/turns.py", _NEWEST, "if False:"),
+        _KILLED,
+        build="python",
+    ),
+    Bug(
+        "woken-planner-believes-itself",
+        "control",
+        "a planner that was stopped while it planned wakes as a member again, and carries out what it has planned",
+        in_python("control/rebalancing/epochs.py", "        if self._lease() != lease:  #", "        if False:  #"),
+        _KILLED,
         build="python",
     ),
 )

@@ -139,16 +139,16 @@ class Victim(Remote):
 
 
 class Nursery:
-    """Starts victims. `far`: to pools here they are as on another host, and stay on TCP."""
+    """Starts victims, with some modules imported. `far`: to pools here they are as on another host, and stay on TCP."""
 
-    def __init__(self, far: bool = False, command: tuple[str, ...] = ()) -> None:
+    def __init__(self, far: bool = False, command: tuple[str, ...] = (), modules: str = "victims") -> None:
         ours, theirs = socket.socketpair()
         here = Path(__file__).parent
         path = [str(here), str(here.parent / "python"), *filter(None, sys.path)]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "OPENBLAS_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             [*command, *(namespace_command() if far else ()), sys.executable, "-X", "faulthandler", "-W", "error", "-c",
-             f"import victims; victims.nurse({theirs.fileno()})"],
+             f"import victims, {modules}; victims.nurse({theirs.fileno()})"],
             pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL,
         )  # fmt: skip
         theirs.close()

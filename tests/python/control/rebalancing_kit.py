@@ -92,7 +92,7 @@ class Instance:
 
 class FakeCluster:
     def __init__(self, instance):
-        self.world, self.instance, self.valid = instance.world, instance.number, True
+        self.world, self.instance, self.valid, self.lost = instance.world, instance.number, True, 0
         self.name, self.failure = instance.name, None
 
     @property
@@ -101,6 +101,10 @@ class FakeCluster:
 
     def lease_valid(self):
         return self.valid
+
+    @property
+    def leases_lost(self):
+        return self.lost
 
     def publish(self, *, rebalancing):
         if self.failure is not None:

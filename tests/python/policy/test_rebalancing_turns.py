@@ -54,6 +54,15 @@ def test_a_planner_that_was_replaced_is_not_heard_with_its_old_term():
     assert book.accept(plan(3, 10, planner=1), 1)  # and has taken over again
 
 
+def test_a_plan_is_refused_that_is_older_than_what_another_has_accepted():
+    """This instance was stopped while 2 planned; 1, which had been too, is back with its old plan."""
+    book = PlanBook()
+    assert book.accept(plan(1, 5), 1)
+    assert not book.accept(plan(1, 6), 1, [said(1, 4), said(2, 7)])
+    assert book.accepted == (1, 5)
+    assert book.accept(plan(3, 8), 1, [said(1, 4), said(2, 7), said(3, 8)])
+
+
 def test_the_next_number_is_above_all_that_was_accepted():
     book = PlanBook()
     assert book.next_number([said(0, 0)]) == (1, 1)

@@ -49,6 +49,7 @@ class Carrier:
         at_once: So many are under way at a time.
         back_off_s: A request whose move has failed is not free to move for so long.
         changed: Called when a move has ended.
+        lease: Which of its leases this instance has, as a number; None: none. What waits does not begin under another.
         clock: Seconds, of any origin.
     """
 
@@ -60,6 +61,7 @@ class Carrier:
         at_once: int,
         back_off_s: float,
         changed: Callable[[], None],
+        lease: Callable[[], int | None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._migrations = migrations
@@ -68,26 +70,28 @@ class Carrier:
         self._at_once = at_once
         self._back_off_s = back_off_s
         self._changed = changed
+        self._lease = lease
         self._clock = clock
         self._lock = threading.Lock()  # of what follows; held briefly
-        self._queue: deque[tuple[PlannedMove, str]] = deque()
+        self._queue: deque[tuple[PlannedMove, str, int]] = deque()
         self._begun: dict[str, str] = {}  # requests and the names of their destinations
         self._stays_until: dict[str, float] = {}
         self._threads: set[threading.Thread] = set()
         self._closed = False
 
-    def carry(self, moves: Sequence[PlannedMove], names: Mapping[int, str]) -> None:
+    def carry(self, moves: Sequence[PlannedMove], names: Mapping[int, str], lease: int) -> None:
         """Carries out the moves of a plan, in this order, instead of those of the last one that have not begun.
 
         Args:
             moves: Whose source is here.
             names: Of their destinations, by instance.
+            lease: Under which the plan was accepted.
         """
         with self._lock:
             if self._closed:
                 return
             self._tally.moved("superseded", len(self._queue))
-            self._queue = deque((move, names[move.destination]) for move in moves)
+            self._queue = deque((move, names[move.destination], lease) for move in moves)
             missing = min(self._at_once - len(self._threads), len(self._queue))
             started = [threading.Thread(target=self._run, name="kvpool-move", daemon=True) for _ in range(missing)]
             self._threads.update(started)
@@ -126,9 +130,9 @@ class Carrier:
                 if not self._queue:
                     self._threads.discard(threading.current_thread())
                     return
-                move, to = self._queue.popleft()
+                move, to, lease = self._queue.popleft()
                 self._begun[move.request] = to
-            result = self._move(move, to)
+            result = self._move(move, to) if self._lease() == lease else "Fenced"
             self._tally.moved(result)
             with self._lock:
                 del self._begun[move.request]

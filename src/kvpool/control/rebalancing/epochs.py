@@ -88,7 +88,14 @@ class Epochs:
         self._clock = clock
         self.tally = Tally()
         self.carrier = Carrier(
-            migrations, self.tally, move_s, moves_at_once, planner.behind_max * epoch_s, changed, clock
+            migrations,
+            self.tally,
+            move_s,
+            moves_at_once,
+            planner.behind_max * epoch_s,
+            changed,
+            self._lease,
+            clock,
         )
         self._members = MemberStates()
         self._book = PlanBook()
@@ -120,16 +127,17 @@ class Epochs:
             ClosedError: The instance has left the cluster.
             StateError: Another incarnation has its name.
         """
+        lease = self._lease()  # before what the others say, which is old if this instance is stopped in between
         said = self._members.read(self._cluster.members())
         said.pop(self._instance, None)  # what this instance says is here, and newer
         live = {self._instance, *said}
         planner = planner_of(live)
-        if self._registration.lease_valid():
+        if lease is not None and self._lease() == lease:
             plan = said[planner].plan if planner in said else None
-            if plan is not None and self._book.accept(plan, planner):
-                self._carry_out(plan, said)
+            if plan is not None and self._book.accept(plan, planner, [each.state for each in said.values()]):
+                self._carry_out(plan, said, lease)
             if planner == self._instance:
-                self._plan_if_due(said)
+                self._plan_if_due(said, lease)
         if planner != self._instance:
             self._plan = None
         self._publish(self._state(said))
@@ -177,7 +185,11 @@ class Epochs:
 
     # ---- what it does
 
-    def _carry_out(self, plan: EpochPlan, said: dict[int, Said]) -> None:
+    def _lease(self) -> int | None:
+        """Which of its leases this instance has: one that it has regained is another. None: it has none."""
+        return self._registration.leases_lost if self._registration.lease_valid() else None
+
+    def _carry_out(self, plan: EpochPlan, said: dict[int, Said], lease: int) -> None:
         """Carries out this instance's part of a plan that it has accepted."""
         self.tally.count("plans_accepted")
         state = self._state(said)
@@ -192,7 +204,7 @@ class Epochs:
         )
         names = {self._instance: self._registration.name} | {instance: one.name for instance, one in said.items()}
         self.tally.moved("void", duties.void)
-        self.carrier.carry(duties.moves, names)
+        self.carrier.carry(duties.moves, names, lease)
         for place in duties.placed:
             self._call("place", partial(self._engine.place, place.request, names[place.destination]))
             self.tally.count("placed")
@@ -202,7 +214,7 @@ class Epochs:
                 self._terminated = True
                 self._call("terminate", self._terminate)
 
-    def _plan_if_due(self, said: dict[int, Said]) -> None:
+    def _plan_if_due(self, said: dict[int, Said], lease: int) -> None:
         """Makes a plan for all, once an epoch, and carries out its own part."""
         now = self._clock()
         since = now - self._planned_at
@@ -212,14 +224,17 @@ class Epochs:
         states = [self._state(said), *(each.state for each in said.values())]
         number = self._book.next_number(states)
         plan = self._planner.plan(states, number, self._instance)
+        if self._lease() != lease:  # it was stopped meanwhile: another one plans, or has planned
+            return
         if self._plan is None:
             self.tally.count("takeovers")
-        if self._plan is None or not plan.asks_the_same(self._plan):
+        # Where another one has planned since, nobody accepts what this one has asked for before: it asks anew.
+        if self._plan is None or number.term > self._plan.number.term or not plan.asks_the_same(self._plan):
             self._plan = plan
             self._book.made(number)
             self.tally.count("plans_made")
             if self._book.accept(plan, self._instance):
-                self._carry_out(plan, said)
+                self._carry_out(plan, said, lease)
         if plan.starts and self._activate is not None:
             self._call("activate", partial(self._activate, plan.starts))
 

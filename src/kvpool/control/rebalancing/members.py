@@ -31,6 +31,10 @@ class PublishesState(Protocol):
     def lease_valid(self) -> bool:
         """Whether this member is known to be one still."""
 
+    @property
+    def leases_lost(self) -> int:
+        """How often it was no member for a while."""
+
     def publish(self, *, rebalancing: Mapping[str, Any]) -> None:
         """Publishes soon."""
 

@@ -1,9 +1,10 @@
 """Who plans, which plans count, and what each instance does of one.
 
 The live instance with the lowest id plans. An instance listens only to the one that it takes for the planner, and only
-to a plan with a higher number than any that it has accepted: so it carries out each plan at most once, none of an old
-epoch, and none of a planner that another one has replaced. Two planners may exist while instances disagree on who is
-alive; each request is moved by its source alone, so the worst is a move that another plan would not have made.
+to a plan with a higher number than any that it has accepted, and not below any that another says it has: so it carries
+out each plan at most once, none of an old epoch, and none of a planner that another one has replaced. Two planners may
+exist while instances disagree on who is alive; each request is moved by its source alone, so the worst is a move that
+another plan would not have made.
 """
 
 from __future__ import annotations
@@ -34,14 +35,17 @@ class PlanBook:
         self.accepted = NO_PLAN
         self._made = NO_PLAN
 
-    def accept(self, plan: EpochPlan, planner: int | None) -> bool:
+    def accept(self, plan: EpochPlan, planner: int | None, others: Iterable[InstanceState] = ()) -> bool:
         """Whether a plan is to be carried out here: at most once, and never one that is older than another.
 
         Args:
             plan: As it was published.
             planner: Whom this instance takes for the planner.
+            others: What the others say: one that was stopped may have missed the plan that replaced this one.
         """
         if plan.planner != planner or plan.number <= self.accepted:
+            return False
+        if any(plan.number < state.last for state in others):
             return False
         self.accepted = plan.number
         return True

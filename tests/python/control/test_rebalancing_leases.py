@@ -1,0 +1,121 @@
+"""Epochs of instances that are made up: planners and others that were stopped or cut off for longer than their lease.
+
+Bugs these tests are there to find: a plan that is carried out after another planner's newer one, by its maker or by
+others; and what nobody does, because the planner that is back has asked for it before.
+"""
+
+from __future__ import annotations
+
+import pytest
+from control.migration_kit import eventually
+from control.rebalancing_kit import World
+
+from kvpool.policy.rebalancing import SCHEDULERS, EpochPlan, PlannedMove, Planner, PlanNumber, plan_json
+
+
+def test_a_planner_that_was_only_slow_is_believed_again_in_a_new_term():
+    world = World()
+    one, two, three = world.add_all({"a": 40}, {"b": 40}, {"c": 70})
+    world.rounds(2)
+    record = world.records.pop(1)  # it is lost to the others, and goes on
+    world.rounds(4, but=(1,))
+    assert two.epochs.plans
+    term = three.record["state"]["n"][0]
+    stale = record.rebalancing["plan"]
+    world.records[1] = record  # it is back, with the plan of its old term
+    accepted = three.epochs.tally.totals().plans_accepted
+    three.step()
+    assert three.epochs.tally.totals().plans_accepted == accepted
+    assert stale["n"][0] < term
+    world.instances[3].engine.requests["d"] = 5
+    world.rounds(4)
+    assert one.epochs.plans
+    assert not two.epochs.plans
+    assert three.record["state"]["n"][0] > term
+
+
+def test_one_that_never_heard_the_new_plan_refuses_the_old_one_of_a_planner_that_is_back():
+    """And what the old one asked for is asked for again, though the planner wants nothing else."""
+    world = World()
+    _, two, three = world.add_all({"a": 90}, {"b": 90}, {})
+    world.rounds(2)
+    three.epochs.drain()
+    three.step()
+    accepted = three.epochs.tally.totals().plans_accepted
+    world.rounds(3, but=(3,))  # it is stopped
+    record = world.records.pop(1)  # and 1 is lost to the others
+    assert record.rebalancing["plan"]["e"] == [3]
+    world.rounds(3, but=(1, 3))
+    assert two.record["state"]["n"] > record.rebalancing["plan"]["n"]
+    world.records[1] = record
+    three.step()
+    assert three.epochs.tally.totals().plans_accepted == accepted
+    assert three.terminated == 0
+    world.rounds(4)
+    assert three.terminated == 1
+
+
+def test_an_instance_without_a_lease_neither_plans_nor_carries_out():
+    world = World()
+    one, two = world.add_all({"a": 10}, {"b": 10})
+    one.cluster.valid = two.cluster.valid = False
+    world.rounds(6)
+    assert one.epochs.tally.totals().plans_made == 0
+    assert two.migrations.asked == []
+    one.cluster.valid = two.cluster.valid = True
+    world.rounds(4)
+    assert len(set(world.where().values())) == 1
+
+
+@pytest.mark.parametrize("regained", [False, True])
+def test_a_planner_that_was_stopped_for_too_long_while_it_planned_drops_its_plan(regained):
+    class Slow(Planner):
+        def plan(self, states, number, planner):
+            made = super().plan(states, number, planner)
+            one.cluster.valid, one.cluster.lost = regained, one.cluster.lost + 1  # another one may have planned by now
+            return made
+
+    world = World()
+    world.planner = Slow(SCHEDULERS["mell"])
+    one, two = world.add_all({"a": 10}, {"b": 60})
+    world.rounds(6)
+    assert one.epochs.tally.totals().plans_made == 0
+    assert "plan" not in one.record
+    assert one.migrations.asked == two.migrations.asked == []
+
+
+@pytest.mark.parametrize("regained", [False, True])
+def test_an_instance_that_was_stopped_for_too_long_while_it_read_does_nothing_of_it(regained):
+    world = World()
+    one, two = world.add_all({"a": 10}, {"b": 60})
+    world.rounds(1)
+    for each in (one, two):
+        members = each.cluster.members
+
+        def slowly(each=each, members=members):
+            found = members()
+            each.cluster.valid, each.cluster.lost = regained, each.cluster.lost + 1
+            return found
+
+        each.cluster.members = slowly
+    plan = EpochPlan(PlanNumber(5, 7), 1, (PlannedMove("b", 2, 1, 60, "kv"),))
+    one.cluster.publish(rebalancing=one.record | {"plan": plan_json(plan)})
+    two.step()
+    world.rounds(6)
+    assert one.epochs.tally.totals().plans_made == 0
+    assert one.migrations.asked == two.migrations.asked == []
+    assert two.epochs.tally.totals().plans_accepted == 0
+
+
+@pytest.mark.parametrize("regained", [False, True])
+def test_moves_that_have_not_begun_when_the_lease_is_lost_never_begin(regained):
+    world = World()
+    one, _ = world.add_all(dict.fromkeys("abcd", 5), {})
+    one.migrations.hold = True
+    one.epochs.carrier.carry([PlannedMove(name, 1, 2, 5, "kv") for name in "abcd"], {2: "i2"}, 0)
+    eventually(lambda: sorted(one.migrations.held) == ["a", "b"])
+    one.cluster.valid, one.cluster.lost = regained, 1
+    for name in "ab":
+        one.migrations.finish(name)
+    eventually(lambda: one.moves == {"ok": 2, "Fenced": 2})
+    assert len(one.migrations.asked) == 2
