@@ -169,13 +169,15 @@ std::vector<TransferHandle> transfer_batch(const NodePointer& node, py::handle s
 }
 
 TransferHandle fetch(const NodePointer& node, py::handle peer, py::handle addresses, py::handle to, py::handle medium,
-                     py::handle evict, py::handle priority, py::handle timeout) {
+                     py::handle evict, py::handle priority, py::handle route, py::handle checksum, py::handle timeout) {
   FetchRequest request;
   if (!peer.is_none()) request.peer = text_from(peer, "peer");
   request.from = addresses_from(addresses).copy();
   request.medium = medium_choice_from(medium);
   request.may_evict = flag_from(evict, "evict");
   request.priority = priority_from(priority);
+  if (!route.is_none()) request.route = text_from(route, "route");
+  request.checksum = flag_from(checksum, "checksum");
   request.deadline_ns = deadline_from(timeout, node->timeout_ns());
   if (!to.is_none()) {
     request.to = addresses_from(to).copy();
@@ -296,7 +298,8 @@ Returns:
 Raises:
     As transfer.)")
       .def("_transfer_batch", &transfer_batch, py::arg("specs"))
-      .def("fetch", &fetch, py::arg("peer"), py::arg("addrs"), py::kw_only(), to, medium, evict, priority, timeout,
+      .def("fetch", &fetch, py::arg("peer"), py::arg("addrs"), py::kw_only(), to, medium, evict, priority, route,
+           checksum, timeout,
            R"(Brings copies of a peer's blocks here.
 
 The owner pins cached blocks while they are read. ``addrs`` of the handle are active blocks of this pool, which the
@@ -309,13 +312,17 @@ Args:
     medium: Where the pool allocates.
     evict: Whether cached blocks here may be evicted for it.
     priority: "decode", "prefill" or "background".
+    route: By which the owner writes. None: the cheapest way; where the owner's memory is mapped here and these blocks
+        are not mapped there, that is to read them from here.
+    checksum: The content is compared with the owner's before the fetch ends (CRC-32C); then the owner writes it.
     timeout: Seconds; None: the setting ``timeout_s``.
 
 Returns:
     A Transfer. A stream can wait for it in place of a thread: ``wait_on``.
 
 Raises:
-    As transfer. A block that has left its address at the owner: the handle raises StaleAddress.)")
+    As transfer. The handle raises StaleAddress for a block that has left its address at the owner, Unsupported if the
+    owner has no such route, and ProtocolError if the checksums differ.)")
       .def("fetch_with_insert", &fetch_with_insert, py::arg("peer"), py::arg("tokens"), py::kw_only(),
            py::arg("namespace") = "", medium, evict, priority, timeout,
            R"(Brings what a peer has cached of a prompt here, and caches it: the mirror of transfer_with_insert.

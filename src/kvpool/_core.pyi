@@ -633,6 +633,8 @@ class Pool:
         medium: MediumChoice = Medium.HBM,
         evict: bool = True,
         priority: Priority = "prefill",
+        route: Route | None = None,
+        checksum: bool = False,
         timeout: float | None = None,
     ) -> Transfer: ...
     def fetch_with_insert(

@@ -16,15 +16,102 @@ FetchRequest fetch_for(SessionKit& kit, std::size_t n) {
   return request;
 }
 
-TEST_CASE("a fetch reports its duration, and no phases that only the owner knows") {
+TEST_CASE("a fetch reports its duration, and what the owner says of the writing") {
   SessionKit kit;
   const auto fetch = kit.session->fetch(fetch_for(kit, 2), /*frees_on_failure=*/false);
   CHECK(fetch->bytes_total() == kit.bytes_of(2));
   kit.host.now += 5 * kMs;
-  kit.reply_next(kFetchVerb);
-  CHECK(fetch->stats().write_us == doctest::Approx(5000));
+  kit.reply_next(kFetchVerb, fetched());
+  CHECK(fetch->stats().write_us == doctest::Approx(2000));
   CHECK(fetch->stats().total_us == doctest::Approx(5000));
-  CHECK(fetch->stats().calls == 0);
+  CHECK(fetch->stats().calls == 3);
+  CHECK(fetch->stats().route == "script");
+  CHECK(kit.session->counts().received_bytes == kit.bytes_of(2));
+}
+
+TEST_CASE("a fetch with a checksum ends when the content has been compared, and fails if it differs") {
+  SessionKit kit;
+  FetchRequest request = fetch_for(kit, 2);
+  request.checksum = true;
+  request.route = "script";
+  const auto fetch = kit.session->fetch(request, /*frees_on_failure=*/true);
+  const Message call = kit.take(kFetchVerb);
+  const FetchBody asked = read_fetch(call.body);
+  CHECK(asked.checksum);
+  CHECK(asked.route == "script");
+  const std::uint32_t right = kit.peer_blocks.checksum(request.to);
+  SUBCASE("the same") {
+    kit.reply(kFetchVerb, call.id, fetched(right));
+    CHECK_FALSE(fetch->done());
+    kit.host.run_works();
+    CHECK_NOTHROW(fetch->rethrow_if_failed());
+    CHECK(fetch->done());
+    CHECK(kit.count(BlockState::kActive) == 2);
+  }
+  SUBCASE("another") {
+    kit.reply(kFetchVerb, call.id, fetched(right ^ 1U));
+    kit.host.run_works();
+    CHECK(failure(*fetch) == ErrorCode::kProtocol);
+    CHECK(kit.count(BlockState::kFree) == 16);
+    CHECK_FALSE(kit.link->closed);
+  }
+  SUBCASE("none, or one that nobody asked for, ends the link") {
+    CHECK(code_of([&] { kit.reply(kFetchVerb, call.id, fetched()); }) == ErrorCode::kProtocol);
+    kit.session->on_closed(Error(ErrorCode::kProtocol, "nonsense"));
+    CHECK(failure(*fetch) == ErrorCode::kPeerLost);
+  }
+  SUBCASE("a second answer while it is compared ends the link, and the first counts") {
+    kit.reply(kFetchVerb, call.id, fetched(right));
+    CHECK(code_of([&] { kit.reply(kFetchVerb, call.id, fetched(right)); }) == ErrorCode::kProtocol);
+    kit.host.run_works();
+    CHECK_NOTHROW(fetch->rethrow_if_failed());
+  }
+  SUBCASE("meanwhile it may end: nobody writes any more") {
+    kit.reply(kFetchVerb, call.id, fetched(right));
+    ErrorCode why = ErrorCode::kCancelled;
+    SUBCASE("cancelled") { CHECK(fetch->cancel()); }
+    SUBCASE("too late") {
+      why = ErrorCode::kDeadline;
+      kit.session->tick(kit.host.now += 101 * kMs);
+    }
+    SUBCASE("lost") {
+      why = ErrorCode::kPeerLost;
+      kit.session->on_closed(Error(ErrorCode::kPeerLost, "gone"));
+    }
+    CHECK(failure(*fetch) == why);
+    CHECK(kit.link->sent.empty());
+    CHECK(kit.count(BlockState::kFree) == 16);
+    kit.host.run_works();
+    CHECK(failure(*fetch) == why);
+  }
+}
+
+TEST_CASE("an owner that is asked for a checksum says it of what it has written, by the route that was named") {
+  SessionKit kit;
+  const Addresses from = alloc(*kit.pool, 2);
+  FetchBody body{Priority::kPrefill, from, SessionKit::peer_addresses(2), true, "script"};
+  SUBCASE("it is read before the blocks are let go of") {
+    kit.ask(kFetchVerb, kFetchBit | 3, write_body(body), 100);
+    const std::uint32_t right = kit.peer_blocks.checksum(from);
+    kit.host.end_write();
+    CHECK(kit.link->sent.empty());
+    kit.pool->free(from.data(), from.size());
+    CHECK(kit.count(BlockState::kFree) == 14);  // held
+    kit.host.run_works();
+    const FetchedBody said = read_fetched(kit.answer().body);
+    CHECK(said.checksum == right);
+    CHECK(said.route == "script");
+    CHECK(said.calls == 1);
+    REQUIRE(kit.session->sent_bytes().by_route().size() == 1);
+    CHECK(kit.session->sent_bytes().by_route()[0].bytes == kit.bytes_of(2));
+  }
+  SUBCASE("a route that there is not") {
+    body.route = "carrier pigeon";
+    kit.ask(kFetchVerb, kFetchBit | 3, write_body(body), 100);
+    CHECK(kit.refusal() == ErrorCode::kUnsupported);
+    kit.pool->free(from.data(), from.size());
+  }
+  CHECK(kit.count(BlockState::kFree) == 16);
 }
 
 TEST_CASE("a peer may read blocks that it has borrowed, and not those that another peer has") {
@@ -61,7 +148,7 @@ TEST_CASE("the destinations of a fetch return to the caller only when the owner 
   const std::uint64_t id = kit.link->take().id;
   CHECK(kit.count(BlockState::kReserved) == 2);
   SUBCASE("done") {
-    kit.reply(kFetchVerb, id);
+    kit.reply(kFetchVerb, id, fetched());
     CHECK_NOTHROW(fetch->rethrow_if_failed());
     CHECK(kit.count(BlockState::kActive) == 2);
   }
@@ -110,7 +197,7 @@ TEST_CASE("the destinations of a fetch return to the caller only when the owner 
   SUBCASE("reported done while this process still writes a frame of it") {
     const Placement placement = kit.data(id, {request.to[1]});
     REQUIRE(!placement.pieces.empty());
-    SUBCASE("done") { kit.reply(kFetchVerb, id); }
+    SUBCASE("done") { kit.reply(kFetchVerb, id, fetched()); }
     SUBCASE("refused") { kit.refuse(kFetchVerb, id, Error(ErrorCode::kStaleAddress, "freed")); }
     CHECK(failure(*fetch) == ErrorCode::kProtocol);
     CHECK(kit.count(BlockState::kQuarantined) == 2);

@@ -51,12 +51,24 @@ TEST_CASE("messages are read as they were written, and with no other length") {
   CHECK(done.tokens == complete.tokens);
   check_length(write_body(complete), read_complete);
 
-  const FetchBody fetch{Priority::kBackground, {1, 2, 3}, {4, 5, 6}};
+  const FetchBody fetch{Priority::kBackground, {1, 2, 3}, {4, 5, 6}, true, "shm"};
   const FetchBody asked = read_fetch(write_body(fetch));
   CHECK(asked.priority == Priority::kBackground);
   CHECK(asked.from == fetch.from);
   CHECK(asked.to == fetch.to);
+  CHECK(asked.checksum);
+  CHECK(asked.route == "shm");
   check_length(write_body(fetch), read_fetch);
+
+  for (const auto checksum : {std::optional<std::uint32_t>(), std::optional<std::uint32_t>(0)}) {
+    const Bytes bytes = write_body(FetchedBody{"sock", 3, 1000, checksum});
+    const FetchedBody fetched = read_fetched(bytes);
+    CHECK(fetched.route == "sock");
+    CHECK(fetched.calls == 3);
+    CHECK(fetched.write_us == 1000);
+    CHECK(fetched.checksum == checksum);
+    check_length(bytes, read_fetched);
+  }
 
   const std::vector<Token> tokens{1, -2, 3};
   const MatchBody match{30'000, tokens, "tenant"};
@@ -119,7 +131,13 @@ TEST_CASE("senseless numbers are refused") {
   Bytes fetch = write_body(FetchBody{Priority::kDecode, {1}, {2}});
   fetch[0] = std::byte{3};
   CHECK_THROWS_AS(read_fetch(fetch), Error);
+  fetch[0] = std::byte{0};
+  fetch[1] = std::byte{1};  // no bit that is known
+  CHECK_THROWS_AS(read_fetch(fetch), Error);
   CHECK_THROWS_AS(read_fetch(write_body(FetchBody{Priority::kDecode, {1}, {}})), Error);
+  const std::string long_name(kRouteNameBytesMax + 1, 'x');
+  CHECK_THROWS_AS(read_fetch(write_body(FetchBody{Priority::kDecode, {1}, {2}, false, long_name})), Error);
+  CHECK_THROWS_AS(read_fetched(write_body(FetchedBody{long_name, 1, 1, {}})), Error);
   Bytes match = write_body(MatchBody{1, std::vector<Token>{1, 2}, "n"});  // a count of more tokens than there are
   for (const std::uint32_t count : {3U, 5U, 1U << 20, (1U << 20) + 1, UINT32_MAX}) {
     std::memcpy(match.data() + sizeof(std::uint32_t), &count, sizeof(count));

@@ -68,7 +68,7 @@ TEST_CASE("what the peer has and this pool has not is fetched, and is in the ind
   CHECK(kit.count(BlockState::kReserved) == 2);
   CHECK(pages_cached(kit) == 1);
   CHECK_FALSE(fetching.handle->done());
-  kit.reply(kFetchVerb, fetching.id);
+  kit.reply(kFetchVerb, fetching.id, fetched());
   CHECK_NOTHROW(fetching.handle->rethrow_if_failed());
   CHECK(fetching.handle->addresses() == match(kit.pool, prompt(1, kPages)).addresses);
   CHECK(pages_cached(kit) == 3);
@@ -109,7 +109,7 @@ TEST_CASE("what is cached here is not evicted for what comes behind it") {
   CHECK(kit.link->sent.empty());  // another thread makes room
   kit.host.run_works();
   CHECK(fetching.asked().from.size() == 2);
-  kit.reply(kFetchVerb, fetching.id);
+  kit.reply(kFetchVerb, fetching.id, fetched());
   CHECK_NOTHROW(fetching.handle->rethrow_if_failed());
   CHECK(match(kit.pool, prompt(1, 3)).hit.pages == 3);
 }
@@ -170,7 +170,7 @@ TEST_CASE("a fetch of a prompt that fails at any point leaves nothing here and h
     kit.session->tick(kit.host.now += 101 * kMs);
     CHECK(failure(*handle) == ErrorCode::kDeadline);
     CHECK(kit.count(BlockState::kQuarantined) == 2);
-    kit.reply(kFetchVerb, fetching->id);
+    kit.reply(kFetchVerb, fetching->id, fetched());
   }
   SUBCASE("lost while it is fetched: the blocks are quarantined until the writer is gone") {
     fetching->found(2);
@@ -229,7 +229,7 @@ TEST_CASE("a prompt that came in another way meanwhile is not kept twice") {
     fetching.found(2);
     static_cast<void>(fetching.asked());
     static_cast<void>(insert(kit.pool, prompt(1, 2), alloc(*kit.pool, 2)));
-    kit.reply(kFetchVerb, fetching.id);
+    kit.reply(kFetchVerb, fetching.id, fetched());
   }
   CHECK_NOTHROW(fetching.handle->rethrow_if_failed());
   CHECK(fetching.handle->addresses() == match(kit.pool, prompt(1, 2)).addresses);
@@ -248,7 +248,7 @@ TEST_CASE("a prompt that this pool has begun to fill itself is not fetched over 
   Addresses canonical(2);
   const InsertItem item{tokens.data(), tokens.size(), own.data(), 2, canonical.data()};
   Pins pins(kit.pool, kit.pool->insert_unfilled("", item, false).pin);
-  kit.reply(kFetchVerb, fetching.id);
+  kit.reply(kFetchVerb, fetching.id, fetched());
   CHECK(failure(*fetching.handle) == ErrorCode::kBusy);
   CHECK(kit.count(BlockState::kFree) == 14);
   kit.pool->filled(own);
@@ -263,7 +263,7 @@ TEST_CASE("content that is being placed when the peer says that it is done keeps
   const FetchBody body = fetching.asked();
   const Placement placement = kit.data(fetching.id, body.to);
   REQUIRE(!placement.pieces.empty());
-  kit.reply(kFetchVerb, fetching.id);
+  kit.reply(kFetchVerb, fetching.id, fetched());
   CHECK(failure(*fetching.handle) == ErrorCode::kProtocol);
   CHECK(pages_cached(kit) == 0);
   CHECK(kit.count(BlockState::kQuarantined) == 2);
@@ -281,7 +281,7 @@ TEST_CASE("a peer that answers what it was not asked, or more than was asked, is
   CHECK(wrong(write_body(MatchedBody{1000, SessionKit::peer_addresses(3)})));
   CHECK(wrong(write_body(MatchedBody{1000, {make_address(kOwnInstance, Medium::kHbm, 1, 0)}})));
   CHECK(wrong(Bytes(3)));
-  CHECK(code_of([&] { kit.reply(kFetchVerb, id); }) == ErrorCode::kProtocol);
+  CHECK(code_of([&] { kit.reply(kFetchVerb, id, fetched()); }) == ErrorCode::kProtocol);
   kit.session->on_closed(Error(ErrorCode::kPeerLost, "gone"));
   CHECK(failure(*fetching.handle) == ErrorCode::kPeerLost);
   check_nothing_left(kit);

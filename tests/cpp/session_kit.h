@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -25,6 +26,11 @@ inline constexpr std::uint32_t kOwnInstance = 7;
 inline constexpr std::uint32_t kPeerInstance = 9;
 inline constexpr std::uint64_t kPeerIncarnation = 0x1234567;
 inline constexpr std::uint32_t kPeerBlocks = 32;
+
+// What an owner says of a fetch that it has written.
+inline Bytes fetched(std::optional<std::uint32_t> checksum = std::nullopt) {
+  return write_body(FetchedBody{"script", 3, 2000, checksum});
+}
 
 // What the peer was sent, and what it does while a thread waits.
 class ScriptLink final : public Link {

@@ -158,7 +158,7 @@ Bytes sample_body(std::uint32_t kind) {
     case 3:
       return write_body(CompleteBody{4096, true, true, true, 77, addresses, Bytes(5), "tenant", {1, 2}});
     case 4:
-      return write_body(FetchBody{Priority::kBackground, addresses, addresses});
+      return write_body(FetchBody{Priority::kBackground, addresses, addresses, true, "shm"});
     case 5:
       return write_addresses(addresses);
     case 6:
@@ -169,6 +169,8 @@ Bytes sample_body(std::uint32_t kind) {
       return write_body(MatchKeysBody{30000, true, 8, Bytes(24, std::byte{3}), "kv"});
     case 9:
       return write_body(MatchedKeysBody{30000, {std::byte{0x81}, std::byte{1}}, addresses});
+    case 10:
+      return write_body(FetchedBody{"sock", 3, 1000, 77});
     default:
       return write_error(Error(ErrorCode::kBusy, "too many", {{"limit", 7}, {"retry_after_us", 10000}}));
   }
@@ -197,11 +199,13 @@ Bytes read_and_write(std::uint32_t kind, const Bytes& bytes) {
       return write_body(read_match_keys(bytes));
     case 9:
       return write_body(read_matched_keys(bytes));
+    case 10:
+      return write_body(read_fetched(bytes));
     default:
       return write_error(read_error(bytes));
   }
 }
-constexpr std::uint32_t kBodyKinds = 11;
+constexpr std::uint32_t kBodyKinds = 12;
 
 // Gives bytes to one side, in pieces, and returns how it ended. Its answer is short, whatever it receives.
 void feed(Dice& dice, Handshake& side, const Bytes& bytes, Bytes& out) {
@@ -287,7 +291,10 @@ TEST_CASE("the longest requests fit a frame") {
     return bytes.size() <= bytes_max && bytes.size() <= kBodyBytesMax;
   };
   CHECK(fits(write_body(LendBody{1, Medium::kHbm, true}), kLendVerb.request_bytes_max));
-  CHECK(fits(write_body(FetchBody{Priority::kDecode, addresses, addresses}), kFetchVerb.request_bytes_max));
+  const std::string route(kRouteNameBytesMax, 'x');
+  const FetchBody fetch{Priority::kDecode, addresses, addresses, true, route};
+  CHECK(fits(write_body(fetch), kFetchVerb.request_bytes_max));
+  CHECK(fits(write_body(FetchedBody{route, UINT64_MAX, UINT64_MAX, 1}), kFetchVerb.answer_bytes_max));
   CHECK(fits(write_body(ReserveBody{1, Medium::kHbm, true, true, true, 1, name_space, tokens}),
              kReserveVerb.request_bytes_max));
   CHECK(fits(write_body(ReservedBody{1, addresses}), kReserveVerb.answer_bytes_max));

@@ -161,7 +161,7 @@ AT_PEERS: dict[str, dict[str, Any]] = {
     "transfer_with_insert": {"peer": "peer", "tokens": prompt(2, 3), "addrs": "mine", "namespace": "", "private": None},
     "batch.transfer": {"specs": []},
     "fetch": {"peer": "peer", "addrs": "theirs", "to": None, "medium": kvpool.HBM, "evict": True, "priority": "decode",
-              "timeout": 5},
+              "route": None, "checksum": False, "timeout": 5},
     "fetch_with_insert": {"peer": "peer", "tokens": prompt(2, 4), "namespace": "", "medium": kvpool.HBM, "evict": True,
                           "priority": "decode", "timeout": 5},
     "peers.match": {"peer": "peer", "tokens": prompt(2, 4), "namespace": "", "hold": 5, "timeout": 5, "wait": True},

@@ -52,6 +52,7 @@ std::unique_ptr<Route> Service::reader_for(const Session& session, const FetchRe
     return is_medium(medium_bits_of(address)) && !blocks_.in_file(medium_of(address)) &&
            !blocks_.on_gpu(medium_of(address));
   };
+  if (request.checksum || !request.route.empty()) return nullptr;
   if (session.lost() || session.by_ranks() || request.to.size() != request.from.size()) return nullptr;
   if (!std::ranges::all_of(request.to, here)) return nullptr;
   const auto mapped = session.readable();

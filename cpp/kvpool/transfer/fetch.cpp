@@ -27,6 +27,8 @@ Fetch::Fetch(std::shared_ptr<Session> session, std::uint64_t id, const FetchRequ
       from_(request.from),
       to_(request.to),
       priority_(request.priority),
+      route_(request.route),
+      checksum_(request.checksum),
       frees_on_failure_(frees_on_failure || taker != nullptr),
       taker_(std::move(taker)) {
   const auto n = static_cast<std::int64_t>(from_.size());
@@ -35,6 +37,9 @@ Fetch::Fetch(std::shared_ptr<Session> session, std::uint64_t id, const FetchRequ
                 "a fetch takes 1 to " + std::to_string(kAddressesMax) + " blocks and as many destinations; there are " +
                     std::to_string(n) + " and " + std::to_string(to_.size()),
                 {{"needed", n}, {"given", static_cast<std::int64_t>(to_.size())}});
+  }
+  if (route_.size() > kRouteNameBytesMax) {
+    throw Error(ErrorCode::kArgument, "a route's name has " + std::to_string(kRouteNameBytesMax) + " bytes at most");
   }
   for (std::size_t i = 0; i < from_.size(); ++i) {
     if (instance_of(from_[i]) == session_->peer().instance) continue;
@@ -75,7 +80,7 @@ Fetch::~Fetch() {
 void Fetch::start() {
   start_clock();
   const std::uint32_t instance = session_->host().blocks().instance();
-  FetchBody body{priority_, from_, to_};
+  FetchBody body{priority_, from_, to_, checksum_, route_};
   for (Address& address : body.to) {
     if (instance_of(address) == 0) address |= Address{instance} << kInstanceShift;
   }
@@ -95,16 +100,47 @@ void Fetch::on_answer(Message&& message) {
     return;
   }
   if (message.verb != kFetchVerb.number) throw Error(ErrorCode::kProtocol, "the peer answered what it was not asked");
-  if (message.kind == FrameKind::kRefused) return end(lock, session_->calls().refusal(message), /*may_still_write=*/false);
-  if (phase_ == Phase::kAsked) return end(lock, outcome(), false);
-  end(lock, Error(ErrorCode::kCancelled, "the fetch from " + session_->peer().name + " was cancelled"), false);
+  if (message.kind == FrameKind::kRefused)
+    return end(lock, session_->calls().refusal(message), /*may_still_write=*/false);
+  if (phase_ == Phase::kCancelling) {
+    return end(lock, Error(ErrorCode::kCancelled, "the fetch from " + session_->peer().name + " was cancelled"), false);
+  }
+  FetchedBody written = read_fetched(message.body);
+  if (phase_ != Phase::kAsked || written.checksum.has_value() != checksum_) {
+    throw Error(ErrorCode::kProtocol, "the peer answered a fetch twice, or another one");
+  }
+  written_ = std::move(written);
+  if (const auto failed = outcome()) return end(lock, failed, false);
+  if (!checksum_) return end(lock, std::nullopt, false);
+  verify(lock, *written_.checksum);
+}
+
+// Nobody writes any more, so the fetch may end meanwhile for another reason. Lets go of the lock.
+void Fetch::verify(Lock& lock, std::uint32_t checksum) {
+  phase_ = Phase::kVerifying;
+  lock.unlock();
+  const auto work = [self = std::static_pointer_cast<Fetch>(shared_from_this()), checksum] {
+    std::uint32_t found = 0;
+    auto failure = failure_of([&] { found = self->session_->host().blocks().checksum(self->to_); });
+    if (!failure && found != checksum) {
+      failure =
+          Error(ErrorCode::kProtocol,
+                "the checksum of what " + self->session_->peer().name + " has written is wrong: content was damaged",
+                {{"needed", checksum}, {"given", found}});
+    }
+    Lock again(self->mutex_);
+    if (self->phase_ == Phase::kVerifying) self->end(again, failure, /*may_still_write=*/false);
+  };
+  // Without memory to hand it on, it is done here.
+  if (failure_of([&] { session_->host().run(this, work); })) work();
 }
 
 // As long as the link lives, this process may be placing what came before.
 void Fetch::on_lost(const Error& why) {
   Lock lock(mutex_);
   if (phase_ == Phase::kDone) return;
-  end(lock, why, (session_->peer_writes_directly() && !placed_here_) || !session_->link_ended());
+  const bool may_write = (session_->peer_writes_directly() && !placed_here_) || !session_->link_ended();
+  end(lock, why, phase_ != Phase::kVerifying && may_write);
 }
 
 // What this process alone places is dropped from now on, so the destinations are free behind the frame that is being
@@ -113,9 +149,10 @@ std::int64_t Fetch::on_tick(std::int64_t now_ns) {
   Lock lock(mutex_);
   if (phase_ == Phase::kDone) return kNever;
   if (now_ns < deadline_ns_) return deadline_ns_;
+  const bool written = phase_ == Phase::kVerifying;
   end(lock, Error(ErrorCode::kDeadline, "the fetch from " + session_->peer().name + " was not done by its deadline"),
-      /*may_still_write=*/!placed_here_);
-  tell_cancelled();
+      /*may_still_write=*/!placed_here_ && !written);
+  if (!written) tell_cancelled();
   return kNever;
 }
 
@@ -169,13 +206,15 @@ void Fetch::give_back(std::optional<Error>& error, HeldBlocks* held) noexcept {
 
 TransferStats Fetch::stats() const {
   TransferStats stats;
-  stats.route = "fetch";
   stats.strategy = strategy_name(Strategy::kByRequestAgg);
   stats.blocks = from_.size();
   stats.runs = count_runs(from_, to_);
   stats.bytes = bytes_done();
   const Lock lock(mutex_);
-  stats.total_us = stats.write_us = total_us_;  // the owner's part cannot be told from the waiting for it
+  stats.route = written_.route;
+  stats.calls = written_.calls;
+  stats.write_us = static_cast<double>(written_.write_us);
+  stats.total_us = total_us_;
   return stats;
 }
 
@@ -189,9 +228,11 @@ std::uint64_t Fetch::bytes_total() const noexcept {
 bool Fetch::cancel() {
   {
     Lock lock(mutex_);
-    if (phase_ != Phase::kAsked) return phase_ == Phase::kCancelling;
-    if (placed_here_) {
+    if (phase_ == Phase::kDone || phase_ == Phase::kCancelling) return phase_ == Phase::kCancelling;
+    const bool written = phase_ == Phase::kVerifying;
+    if (placed_here_ || written) {
       end(lock, Error(ErrorCode::kCancelled, "the fetch from " + session_->peer().name + " was cancelled"), false);
+      if (written) return true;
     } else {
       phase_ = Phase::kCancelling;
     }
@@ -224,8 +265,9 @@ void Session::begin_push(const CallPointer& call, const std::shared_ptr<FetchBod
       std::make_shared<std::pair<BlockStrip, std::shared_ptr<FetchBody>>>(BlockStrip{0, 0, layout.block_bytes()}, body);
   WriteJob job;
   job.bytes = body->from.size() * layout.block_bytes();
-  job.route = choose_route("", body->from.size() * (layout.aggregated ? 1 : layout.piece_bytes.size()), job.bytes,
-                           media_set_of(body->from), media_set_of(body->to));
+  job.route = choose_route(body->route, body->from.size() * (layout.aggregated ? 1 : layout.piece_bytes.size()),
+                           job.bytes, media_set_of(body->from), media_set_of(body->to), body->checksum);
+  if (body->checksum) check_whole(*job.route);
   job.request.transfer = call->id();
   job.request.strips = std::span(&strip->first, 1);
   job.request.from = body->from;
@@ -239,8 +281,12 @@ void Session::begin_push(const CallPointer& call, const std::shared_ptr<FetchBod
       strip, stop, order);
   // A peer orders its own fetches by it. None may go before the writes to every other peer.
   job.priority = std::max(body->priority, Priority::kPrefill);
-  job.done = [self = shared_from_this(), call, body](const WriteOutcome& /*outcome*/, const Error* error) {
-    self->finish_push(*call, body->from, error);
+  const std::int64_t began_ns = host_.now_ns();
+  const std::string route = job.route->name();
+  job.done = [self = shared_from_this(), call, body, route, began_ns](const WriteOutcome& outcome, const Error* error) {
+    self->sent_bytes().add(route, outcome.bytes);
+    const auto write_us = static_cast<std::uint64_t>(std::max<std::int64_t>(self->host_.now_ns() - began_ns, 0)) / 1000;
+    self->finish_push(call, body, FetchedBody{route, outcome.calls, write_us, std::nullopt}, error);
   };
   call->when_cancelled([stop] { stop->store(true, std::memory_order_relaxed); });
   if (lost()) throw Error(ErrorCode::kPeerLost, "the link has ended");
@@ -255,7 +301,20 @@ void Session::begin_push(const CallPointer& call, const std::shared_ptr<FetchBod
   }
 }
 
-void Session::finish_push(ServedCall& call, std::span<const Address> held, const Error* error) noexcept {
+// What is to be compared is read before the blocks are let go of.
+void Session::finish_push(const CallPointer& call, const std::shared_ptr<FetchBody>& body, FetchedBody&& written,
+                          const Error* error) noexcept {
+  if (error != nullptr || !body->checksum) return end_push(*call, body->from, std::move(written), error);
+  const auto work = [self = shared_from_this(), call, body, written] {
+    FetchedBody with = written;
+    const auto failure = failure_of([&] { with.checksum = self->host_.blocks().checksum(body->from); });
+    self->end_push(*call, body->from, std::move(with), failure ? &*failure : nullptr);
+  };
+  if (failure_of([&] { host_.run(body.get(), work); })) work();
+}
+
+void Session::end_push(ServedCall& call, std::span<const Address> held, FetchedBody&& written,
+                       const Error* error) noexcept {
   host_.blocks().release_reading(held);
   pushes_.fetch_sub(1);
   // What a broken route had begun may be on its way: an answer would say that it is not.
@@ -263,7 +322,11 @@ void Session::finish_push(ServedCall& call, std::span<const Address> held, const
     call.abstain();
     return on_route_broken(*error);
   }
-  if (error == nullptr) return call.answer({});
+  if (error == nullptr) {
+    const auto failure = failure_of([&] { call.answer(write_body(written)); });
+    if (failure) call.refuse(*failure);
+    return;
+  }
   // Stopped while it waited for the GPU, because the two disconnect: the caller has not cancelled it.
   const bool disconnected = error->code() == ErrorCode::kCancelled && lost();
   call.refuse(disconnected ? Error(ErrorCode::kPeerLost, "the owner of the blocks has left") : *error);

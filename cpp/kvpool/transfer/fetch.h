@@ -15,12 +15,14 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "kvpool/cuda/wait_word.h"
 #include "kvpool/transfer/awaited.h"
 #include "kvpool/transfer/held_blocks.h"
+#include "kvpool/transfer/messages.h"
 
 namespace kvpool {
 
@@ -62,17 +64,20 @@ class Fetch final : public AwaitedTransfer {
   std::int64_t on_tick(std::int64_t now_ns) override;
 
  private:
-  enum class Phase : std::uint8_t { kAsked, kCancelling, kDone };
+  enum class Phase : std::uint8_t { kAsked, kVerifying, kCancelling, kDone };
 
   bool withdraw() noexcept override;
   std::optional<Error> outcome() const;
   void end(Lock& lock, std::optional<Error> error, bool may_still_write);
+  void verify(Lock& lock, std::uint32_t checksum);
   void give_back(std::optional<Error>& error, HeldBlocks* held) noexcept;
   void tell_cancelled();
 
   const std::vector<Address> from_;
   const std::vector<Address> to_;
   const Priority priority_;
+  const std::string route_;  // asked for
+  const bool checksum_;
   const bool frees_on_failure_;
   bool placed_here_ = false;           // the owner cannot write to the destinations by itself, and they are in no file
   std::shared_ptr<FetchTaker> taker_;  // until the end
@@ -80,6 +85,7 @@ class Fetch final : public AwaitedTransfer {
   Phase phase_ = Phase::kAsked;
   bool expecting_ = false;
   Receiver::QuarantineRoom room_;  // for the destinations
+  FetchedBody written_;            // as the owner says
   double total_us_ = 0;
   std::mutex waiting_;                // held by one wait_on() at a time; taken before mutex_
   std::shared_ptr<WaitWord> word_;    // under mutex_: from the first wait_on() to the end

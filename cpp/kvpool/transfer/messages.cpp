@@ -163,9 +163,11 @@ CompleteBody read_complete(std::span<const std::byte> bytes) {
 
 Bytes write_body(const FetchBody& body) {
   Bytes out;
-  out.reserve(32 + (body.from.size() + body.to.size()) * sizeof(Address));
+  out.reserve(64 + (body.from.size() + body.to.size()) * sizeof(Address));
   WireWriter(out)
       .number(static_cast<std::uint8_t>(body.priority))
+      .number(static_cast<std::uint8_t>(body.checksum ? kHasChecksum : 0))
+      .text(body.route)
       .array(std::span<const Address>(body.from))
       .array(std::span<const Address>(body.to));
   return out;
@@ -177,10 +179,37 @@ FetchBody read_fetch(std::span<const std::byte> bytes) {
   const auto priority = in.number<std::uint8_t>();
   if (priority > static_cast<std::uint8_t>(Priority::kBackground)) malformed("priority " + std::to_string(priority));
   body.priority = static_cast<Priority>(priority);
+  body.checksum = read_bits(in, kHasChecksum) != 0;
+  body.route = in.text(kRouteNameBytesMax);
   body.from = in.array<Address>(kAddressesMax);
   body.to = in.array<Address>(kAddressesMax);
   in.finish();
   if (body.from.size() != body.to.size()) malformed("as many blocks to read as to write");
+  return body;
+}
+
+Bytes write_body(const FetchedBody& body) {
+  Bytes out;
+  WireWriter(out)
+      .number(static_cast<std::uint8_t>(body.checksum ? kHasChecksum : 0))
+      .number(body.checksum.value_or(0))
+      .number(body.calls)
+      .number(body.write_us)
+      .text(body.route);
+  return out;
+}
+
+FetchedBody read_fetched(std::span<const std::byte> bytes) {
+  WireReader in(bytes);
+  FetchedBody body;
+  const bool has_checksum = read_bits(in, kHasChecksum) != 0;
+  const auto checksum = in.number<std::uint32_t>();
+  if (!has_checksum && checksum != 0) malformed("a checksum without its bit");
+  if (has_checksum) body.checksum = checksum;
+  body.calls = in.number<std::uint64_t>();
+  body.write_us = in.number<std::uint64_t>();
+  body.route = in.text(kRouteNameBytesMax);
+  in.finish();
   return body;
 }
 

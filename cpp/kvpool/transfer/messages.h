@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -55,6 +56,16 @@ struct FetchBody {
   Priority priority = Priority::kPrefill;
   std::vector<Address> from;  // of the owner
   std::vector<Address> to;    // of the caller, reserved for the owner
+  bool checksum = false;      // the answer has one
+  std::string route = {};     // empty: the owner chooses
+};
+
+// What the owner has done.
+struct FetchedBody {
+  std::string route;
+  std::uint64_t calls = 0;
+  std::uint64_t write_us = 0;
+  std::optional<std::uint32_t> checksum;  // as in CompleteBody
 };
 
 // Reads and writes the memory of others: a prompt may be long, and is read once.
@@ -96,6 +107,7 @@ Bytes write_body(const ReserveBody& body);
 Bytes write_body(const ReservedBody& body);
 Bytes write_body(const CompleteBody& body);
 Bytes write_body(const FetchBody& body);
+Bytes write_body(const FetchedBody& body);
 Bytes write_body(const MatchBody& body);
 Bytes write_body(const MatchedBody& body);
 Bytes write_body(const MatchKeysBody& body);
@@ -109,6 +121,7 @@ ReserveBody read_reserve(std::span<const std::byte> bytes);
 ReservedBody read_reserved(std::span<const std::byte> bytes);
 CompleteBody read_complete(std::span<const std::byte> bytes);
 FetchBody read_fetch(std::span<const std::byte> bytes);
+FetchedBody read_fetched(std::span<const std::byte> bytes);
 MatchBody read_match(std::span<const std::byte> bytes);  // as long as the bytes are there, which are aligned for Token
 MatchedBody read_matched(std::span<const std::byte> bytes);
 MatchKeysBody read_match_keys(std::span<const std::byte> bytes);  // as long as the bytes are there

@@ -51,6 +51,8 @@ struct FetchRequest {
   MediumChoice medium = Medium::kHbm;
   bool may_evict = true;
   Priority priority = Priority::kPrefill;
+  std::string route;             // by which the owner writes; "": the cheapest way, which may be to read them from here
+  bool checksum = false;         // of the content, compared before the fetch ends; then the owner writes
   std::int64_t deadline_ns = 0;  // CLOCK_MONOTONIC
 };
 

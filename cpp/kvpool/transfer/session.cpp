@@ -112,12 +112,15 @@ std::shared_ptr<Outgoing> Session::prepare(TransferRequest&& request) {
   const std::uint64_t pieces = request.from.size() * (layout.aggregated ? 1 : layout.piece_bytes.size());
   const MediaSet reach = request.to.empty() ? media_set_of(request.medium) : media_set_of(request.to);
   auto route = choose_route(request.route, pieces, bytes, media_set_of(request.from), reach, request.checksum);
-  if (request.checksum && !route->traits().whole) {
-    throw Error(ErrorCode::kUnsupported, std::string("no checksum of the whole can be compared with ") + peer_.name +
-                                             " by the route " + route->name() +
-                                             ": on neither side can the CPU read all of the content");
-  }
+  if (request.checksum) check_whole(*route);
   return std::make_shared<Outgoing>(shared_from_this(), calls_->next_id(), std::move(request), std::move(route));
+}
+
+void Session::check_whole(const Route& route) const {
+  if (route.traits().whole) return;
+  throw Error(ErrorCode::kUnsupported, std::string("no checksum of the whole can be compared with ") + peer_.name +
+                                           " by the route " + route.name() +
+                                           ": on neither side can the CPU read all of the content");
 }
 
 std::shared_ptr<Transfer> Session::fetch(const FetchRequest& request, bool frees_on_failure) {

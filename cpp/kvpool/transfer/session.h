@@ -226,7 +226,10 @@ class Session final : public LinkHandler, public DepartingPeer, public std::enab
   void drop_aside(std::shared_ptr<void> open) noexcept;
   void on_fetch(const CallPointer& call, FetchBody&& body);  // fetch.cpp
   void begin_push(const CallPointer& call, const std::shared_ptr<FetchBody>& body);
-  void finish_push(ServedCall& call, std::span<const Address> held, const Error* error) noexcept;
+  void finish_push(const CallPointer& call, const std::shared_ptr<FetchBody>& body, FetchedBody&& written,
+                   const Error* error) noexcept;
+  void end_push(ServedCall& call, std::span<const Address> held, FetchedBody&& written, const Error* error) noexcept;
+  void check_whole(const Route& route) const;
 
   SessionHost& host_;
   const PeerMetadata peer_;

@@ -29,6 +29,7 @@ struct Verb {
 inline constexpr std::size_t kAddressesMax = std::size_t{1} << 19;  // of one request
 inline constexpr std::size_t kNamespaceBytesMax = 65536;
 inline constexpr std::size_t kAddressListBytesMax = sizeof(std::uint32_t) + kAddressesMax * sizeof(Address);
+inline constexpr std::size_t kRouteNameBytesMax = 32;
 inline constexpr std::size_t kKeyListBytesMax = std::size_t{1} << 20;  // the thread that reads the link looks them up
 inline constexpr std::size_t kMatchedKeysMax = kKeyListBytesMax / kKeyBytesMin;
 inline constexpr std::size_t kCacheNameBytesMax = 255;
@@ -46,8 +47,8 @@ inline constexpr Verb kAbandonVerb{5, "abandon", 0, 0, /*frees_blocks=*/true};
 // Write your blocks into mine; the content has the id of the call.
 inline constexpr Verb kFetchVerb{6,
                                  "fetch",
-                                 16 + 2 * kAddressListBytesMax,
-                                 0,
+                                 32 + kRouteNameBytesMax + 2 * kAddressListBytesMax,
+                                 32 + kRouteNameBytesMax,
                                  /*frees_blocks=*/false,
                                  /*answer_frees_blocks=*/true};
 // Give these lent blocks back by the deadline of the call. The answer says that you no longer write them.

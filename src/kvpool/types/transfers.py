@@ -27,8 +27,10 @@ class TransferStats:
         complete_us: From the last byte to the receiver's answer.
         total_us: In all.
 
-    A fetch is written by the owner, which alone knows the cost of that: ``route`` is "fetch", ``calls``, ``reserve_us``
-    and ``complete_us`` are 0, and ``write_us`` is the time from the request to the owner's answer.
+    A fetch is written by the owner, who says by which route, in how many calls and in what time: that is ``write_us``,
+    and what is left of ``total_us`` is the way there and back, and waiting. Before the end these are empty and 0. A
+    fetch that reads the owner's mapped memory from here has "fetch" as its route, and ``reserve_us`` is the time until
+    the owner held the blocks.
     """
 
     route: str

@@ -97,6 +97,15 @@ def test_the_content_comes_and_the_blocks_are_the_engines(routes):
         assert one.owner("wait_for(lambda: pool.stats().dram.pinned == 0)\npool.audit().dram.historical") == BLOCKS
 
 
+def test_with_a_checksum_the_owner_writes_what_could_be_read_from_here():
+    with made(READS) as one:
+        addrs = one.engine.adopt([5, 0])
+        assert one.engine.fetch("owner", one.source[:2], to=addrs).wait().stats.route == "fetch"
+        compared = one.engine.fetch("owner", one.source[1:3], to=addrs, checksum=True).wait()
+        assert compared.stats.route == "sock"
+        assert one.content([5, 0]) == one.written[1:3]
+
+
 @pytest.mark.parametrize("routes", [READS, LINK], ids=["read", "link"])
 def test_with_a_stopped_owner_the_blocks_are_the_engines_at_the_deadline(routes):
     with made(routes) as one:
