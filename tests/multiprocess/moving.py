@@ -12,6 +12,7 @@ __all__ = ["LENGTH", "PROMPT", "SLOW", "Hold", "Scene", "come_here", "send_there
 PROMPT, LENGTH = 41, 200
 SLOW = 50 * 4 * 4 * 2 * 2 * 2 * 4  # bytes a second: the first round of ten blocks takes a fifth of one, in pieces
 LONG_LEASE = 60.0
+HELD_HERE = {"admit": "admit", "handed": "adopt", "adopted": "adopted"}  # where the survivor is the destination
 STEP_S = 0.02  # of a token: a request lasts for some seconds
 
 BEGIN = """
@@ -42,13 +43,13 @@ def hold_at(phase, seconds, after=0):
 
     place.engine.before[phase] = hook
 
-def hold_behind(verb, seconds):
-    '''When a call of the pool, by a migration, has begun what it does.'''
+def hold_behind(verb, seconds, **only):
+    '''When a call of the pool, by a migration, with these arguments has begun what it does.'''
     call = getattr(place.pool, verb)
 
     def held(*args, **named):
         found = call(*args, **named)
-        if threading.current_thread().name == "kvpool-migration":
+        if threading.current_thread().name == "kvpool-migration" and only.items() <= named.items():
             delattr(place.pool, verb)
             hold(seconds)
         return found
@@ -163,8 +164,11 @@ def send_there(scene, phase, by, seconds=30.0):
     elif phase == "between rounds":
         calls = []
         here.engine.before["progress"] = lambda _: (calls.append(1), len(calls) == 2 and hold())
-    elif phase == "fetching":
-        scene.ask(f"hold_behind('fetch', {seconds})\nNone")
+    elif phase == "stop":
+        here.engine.before["stop"] = hold
+    elif phase in ("fetching", "last blocks"):
+        priority = "background" if phase == "fetching" else "decode"
+        scene.ask(f"hold_behind('fetch', {seconds}, priority={priority!r})\nNone")
     elif phase == "evicting":
         scene.ask(f"begin_to_evict()\nhold_behind('alloc', {seconds})\nNone")
     else:
@@ -172,7 +176,7 @@ def send_there(scene, phase, by, seconds=30.0):
     here.engine.begin("r", scene.prompt, LENGTH)
     here.engine.run(STEP_S)
     moving = here.migrations.migrate("r", "victim", by=by)
-    if phase in ("before the offer", "between rounds"):
+    if phase in ("before the offer", "between rounds", "stop"):
         eventually(hold.reached.is_set)
     else:
         scene.await_phase()
@@ -198,13 +202,13 @@ def come_here(scene, phase, seconds=30.0):
             return found
 
         here.pool.fetch = fetch_later
-    elif phase == "handed":
-        here.engine.before["adopt"] = hold
+    elif phase in HELD_HERE:
+        here.engine.before[HELD_HERE[phase]] = hold
     else:
         scene.ask(f"hold_at({phase!r}, {seconds})\nNone")
     scene.ask(f"place.engine.begin('r', prompt_of(1, {PROMPT}), {LENGTH})\nNone")
     scene.victim.send("moving = place.migrations.migrate('r', 'survivor', by='kv')\n'begun'")
-    if phase in ("fetching", "last blocks", "handed"):
+    if phase in ("fetching", "last blocks", *HELD_HERE):
         eventually(hold.reached.is_set)
     else:
         scene.await_phase()
