@@ -7,7 +7,6 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any
 
 import forked
@@ -91,7 +90,7 @@ def cached_tokens(pool: kvpool.Pool, tokens: Any, namespace: str = "") -> int:
 
 def state_of(pool: kvpool.Pool) -> dict[str, Any]:
     """What a call that raises must leave as it is. (It may have cut runs of the index.)"""
-    state = asdict(pool.audit())
+    state = dict(vars(pool.audit()))
     del state["index_nodes"], state["index_bytes"]
     return state
 
