@@ -91,7 +91,7 @@ def cached_tokens(pool: kvpool.Pool, tokens: Any, namespace: str = "") -> int:
 def state_of(pool: kvpool.Pool) -> dict[str, Any]:
     """What a call that raises must leave as it is. (It may have cut runs of the index.)"""
     state = dict(vars(pool.audit()))
-    del state["index_nodes"], state["index_bytes"]
+    del state["index_nodes"], state["index_bytes"], state["failed_allocations"]
     return state
 
 
