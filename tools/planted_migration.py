@@ -174,4 +174,30 @@ MIGRATION_BUGS: Final[tuple[Bug, ...]] = (
         ("multiprocess/test_migration_kill.py",),
         build="python",
     ),
+    Bug(
+        "cut-link-taken-for-death",
+        "control",
+        "a request is taken back because its destination could not say that it decodes: both decode it",
+        in_python(
+            "control/migration/evidence.py",
+            "        return self._ask_engine(peer, incarnation)",
+            "        if all(info.name != peer for info in self._pool.peers):\n"
+            '            return "fenced"\n'
+            "        return self._ask_engine(peer, incarnation)",
+        ),
+        ("multiprocess/test_migration_link.py",),
+        build="python",
+    ),
+    Bug(
+        "let-go-and-taken-back",
+        "policy",
+        "a source that is asked again about a request that it has let go says that it has taken it back: it is lost",
+        in_python(
+            "policy/migration/registry.py",
+            '"revoked" if said.id in self._taken_back else "released"',
+            '"revoked"',
+        ),
+        ("multiprocess/test_migration_link.py",),
+        build="python",
+    ),
 )

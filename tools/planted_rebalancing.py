@@ -15,6 +15,7 @@ _PLAN: Final = ("python/policy/test_rebalancing_plan.py",)
 _EPOCHS: Final = ("python/control/test_rebalancing.py",)
 _ACCEPT: Final = "if plan.planner != planner or plan.number <= self.accepted:"
 _NEWEST: Final = "if any(plan.number < state.last for state in others):"
+_NEW_TERM: Final = "            term += 1 + (self._instance - term - 1) % _INSTANCES\n"
 _READ: Final = "if plan is not None and self._book.accept(plan, planner, [each.state for each in said.values()]):"
 
 REBALANCING_BUGS: Final = (
@@ -46,8 +47,16 @@ REBALANCING_BUGS: Final = (
         "same-term-after-a-takeover",
         "policy",
         "an instance that takes over plans in the term of the one before, whose late plans then count",
-        in_python("policy/rebalancing/turns.py", "            term += 1\n", "            pass\n"),
+        in_python("policy/rebalancing/turns.py", _NEW_TERM, "            pass\n"),
         _TURNS,
+        build="python",
+    ),
+    Bug(
+        "term-of-two-planners",
+        "policy",
+        "two members that take over at once have one term: two plans have one number, and the older one counts",
+        in_python("policy/rebalancing/turns.py", _NEW_TERM, "            term += 1\n"),
+        _LEASES,
         build="python",
     ),
     Bug(

@@ -55,6 +55,7 @@ _CONFIGURATION: Final = """\
 import sys
 sys.path.insert(0, {root!r})
 from tools.site_docstrings import read_as_rst
+from tools.site_shortcuts import navigate_by_titles, stem_once
 
 project = "kvpool"
 version = release = {version!r}
@@ -75,6 +76,8 @@ suppress_warnings = ["myst.header", "misc.highlighting_failure"]
 
 def setup(app):
     app.connect("autodoc-process-docstring", read_as_rst, priority=100)  # before napoleon
+    app.connect("html-page-context", navigate_by_titles, priority=100)  # before the theme
+    app.connect("html-page-context", stem_once)
 """
 
 

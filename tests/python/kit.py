@@ -7,7 +7,6 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any
 
 import forked
@@ -91,8 +90,8 @@ def cached_tokens(pool: kvpool.Pool, tokens: Any, namespace: str = "") -> int:
 
 def state_of(pool: kvpool.Pool) -> dict[str, Any]:
     """What a call that raises must leave as it is. (It may have cut runs of the index.)"""
-    state = asdict(pool.audit())
-    del state["index_nodes"], state["index_bytes"]
+    state = dict(vars(pool.audit()))
+    del state["index_nodes"], state["index_bytes"], state["failed_allocations"]
     return state
 
 

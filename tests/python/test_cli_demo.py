@@ -32,6 +32,12 @@ def _path_of_children(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
 
 
+@pytest.fixture
+def _cold(monkeypatch):
+    """Times are not looked at: most of the demo's computing is there to make them steady."""
+    monkeypatch.setattr(answering.Engine, "warm", lambda engine: None)
+
+
 @pytest.fixture(scope="module")
 def printed():
     """What a demo and a bench print in an environment whose settings would spoil both, if they minded them."""
@@ -74,6 +80,7 @@ def test_an_interpreter_in_a_folder_of_that_name_is_no_library(monkeypatch, tmp_
     assert opened == [str(files[1])]
 
 
+@pytest.mark.usefixtures("_cold")
 def test_the_demo_computes_with_one_thread_and_changes_nothing_for_others():
     controls = blas_threads._controls()
     if not controls:
@@ -98,6 +105,7 @@ def test_the_demo_computes_with_one_thread_and_changes_nothing_for_others():
             control.set(threads)
 
 
+@pytest.mark.usefixtures("_cold")
 def test_the_demo_refuses_an_answer_that_the_cache_has_changed(monkeypatch):
     insert = answering.Pool.insert
 
@@ -110,7 +118,7 @@ def test_the_demo_refuses_an_answer_that_the_cache_has_changed(monkeypatch):
         story.run(lambda line: None, 2)
 
 
-@pytest.mark.usefixtures("_path_of_children")
+@pytest.mark.usefixtures("_cold", "_path_of_children")
 def test_the_demo_says_why_the_second_process_failed(monkeypatch):
     monkeypatch.setattr(story, "_module", "kvpool.cli.demo.nowhere")
     with pytest.raises(story.StateError, match=r"kvpool\.cli\.demo\.nowhere"):

@@ -174,6 +174,7 @@ def test_blocks_of_a_failed_fetch_stay_the_engines_until_it_frees_them(routes):
                 eventually(lambda: engine.stats().hbm.active == 2)
             engine.free(addrs)
             assert engine.stats().hbm.free == BLOCKS
+            child.kill()  # a process that is stopped would not end by itself
 
 
 # ---- the recipe

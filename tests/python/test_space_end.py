@@ -190,6 +190,7 @@ def test_models_of_a_space_are_members_of_a_cluster_each_and_send_blocks(url):  
             a, b = space.load("a", layout(3)), space.load("b", layout(4))
             for pool, cluster, name in ((a, clusters[0], "a"), (b, clusters[1], "b"), (other, clusters[2], "other")):
                 pool.attach(cluster, name=name)
+            clusters[0].wait_for(n=3, timeout=60)
             mine, its = a.alloc(2), b.alloc(1)
             assert kvpool.decode_address(mine[0]).instance != kvpool.decode_address(its[0]).instance
             with pytest.raises(kvpool.NotOwner):

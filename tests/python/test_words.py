@@ -118,33 +118,31 @@ def files() -> list[str]:
 
 def words_of(text: str) -> set[str]:
     """The words of a text in lower case, those of identifiers one by one; plurals count as their singulars."""
-    found = set()
-    for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", text):
-        word = word.lower()
-        found |= {word, word.removesuffix("s")}
-    return found
+    found = {word.lower() for word in set(re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", text))}
+    return found | {word.removesuffix("s") for word in found}
 
 
 def names_of(text: str) -> set[str]:
     """The words of identifiers of more than one word, and of what is called or defined."""
     names = re.findall(r"\b\w*[a-z0-9]_\w+|\b[A-Za-z]*[a-z][A-Z]\w*|\b\w+(?=\()|(?<=class )\w+", text)
-    found = set()
-    for name in names:
-        found |= words_of(name) | {part.lower() for part in re.findall(r"[A-Z]?[a-z]+", name)}
-    return found
+    each = " ".join(set(names))
+    return words_of(each) | {part.lower() for part in re.findall(r"[A-Z]?[a-z]+", each)}
 
 
 def prose_of(text: str) -> str:
     """One line of text, without the marks of comments: a riddle may stand at the end of one line and the next."""
-    return re.sub(r"\s+", " ", re.sub(r"\n\s*(//|#|\*)?", " ", text))
+    return " ".join(re.sub(r"\n\s*(//|#|\*)?", " ", text).split())
 
 
 def found_in(name: str, text: str) -> set[str]:
     words, names, prose = words_of(text), names_of(text), prose_of(text)
     found = {word for word in WORDS if word in words and name not in EXCEPTIONS.get(word, {})}
     found |= {word for word in NAMES if word in names and name not in EXCEPTIONS.get(word, {})}
+    lower = prose.lower()  # most riddles are in no file, and to look for one as it is takes little
     return found | {
-        riddle for riddle in RIDDLES if re.search(rf"\b{riddle}\b", prose, flags=re.I if "none" not in riddle else 0)
+        riddle
+        for riddle in RIDDLES
+        if riddle in lower and re.search(rf"\b{riddle}\b", prose, flags=re.I if "none" not in riddle else 0)
     }
 
 

@@ -6,6 +6,8 @@ others; and what nobody does, because the planner that is back has asked for it 
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from control.migration_kit import eventually
 from control.rebalancing_kit import World
@@ -119,3 +121,87 @@ def test_moves_that_have_not_begun_when_the_lease_is_lost_never_begin(regained):
         one.migrations.finish(name)
     eventually(lambda: one.moves == {"ok": 2, "Fenced": 2})
     assert len(one.migrations.asked) == 2
+
+
+class Drowsy(Planner):
+    """Its world decides whether it falls asleep before it plans, or when it has."""
+
+    world = None
+
+    def plan(self, states, number, planner):
+        Drowsy.world.nap(planner, "collected")
+        made = super().plan(states, number, planner)
+        Drowsy.world.nap(planner, "made")
+        return made
+
+
+class DrowsyWorld(World):
+    """Instances stop in the middle of a step, are lost to the others, and wake with what they had published."""
+
+    def __init__(self, rng, policy):
+        super().__init__(policy, growth=1, behind_max=3)
+        self.rng, self.naps, self.asleep = rng, 0, set()
+        self.planner = Drowsy(SCHEDULERS[policy], instances_min=4, behind_max=3)
+        Drowsy.world = self
+        self.made = {}
+
+    def add(self, number, **running):
+        one = super().add(number, **running)
+        book, members, publish = one.epochs._book, one.cluster.members, one.cluster.publish
+        accept, made = book.accept, book.made
+
+        def watched(plan, planner, others=()):
+            found = accept(plan, planner, others)
+            if found:
+                said = [each.rebalancing for each in self.records.values() if each.rebalancing]
+                newest = max((tuple(each["state"]["n"]) for each in said), default=(0, 0))
+                assert plan.number >= newest, f"{number} carries out {plan.number} after {newest}"
+            return found
+
+        def noted(plan_number):
+            assert self.made.setdefault(plan_number, number) == number, f"two plans have the number {plan_number}"
+            made(plan_number)
+
+        def read():
+            self.nap(number, "looks")
+            found = members()
+            self.nap(number, "has looked")
+            return found
+
+        def say(**fields):
+            self.nap(number, "speaks")
+            publish(**fields)
+
+        book.accept, book.made, one.cluster.members, one.cluster.publish = watched, noted, read, say
+        return one
+
+    def nap(self, number, phase):
+        """Now and then; the others go on meanwhile."""
+        if len(self.asleep) > 1 or self.rng.random() > (0.04 if number > 2 else 0.12):
+            return
+        self.naps += 1
+        self.asleep.add(number)
+        record = self.records.pop(number)
+        for _ in range(self.rng.randrange(1, 6)):
+            self.round(but=self.asleep)
+        self.records[number] = record
+        self.asleep.discard(number)
+        self.instances[number].cluster.lost += 1
+
+
+@pytest.mark.parametrize("policy", ["mell", "lb"])
+@pytest.mark.parametrize("seed", range(4))
+def test_instances_that_stop_at_any_moment_and_wake_carry_out_nothing_old(policy, seed):
+    world = DrowsyWorld(random.Random(seed), policy)
+    world.add_all({"a": 40}, {"b": 10, "e": 10}, {"c": 20}, {"d": 15})
+    for tick in range(60):
+        engine = world.instances[1 + tick % 4].engine
+        engine.requests = {name: size + (tick % 7 == 0) for name, size in engine.requests.items()}
+        world.round()
+        world.where()
+    assert world.naps > 20
+    world.nap = lambda number, phase: None
+    world.rounds(12)
+    assert sorted(world.where()) == list("abcde")
+    assert [one.number for one in world.instances.values() if one.epochs.plans] == [1]
+    assert len({tuple(one.record["state"]["n"]) for one in world.instances.values()}) == 1

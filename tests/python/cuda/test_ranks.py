@@ -305,7 +305,7 @@ def test_killing_a_rank_on_a_gpu_loses_its_instance_and_no_block_of_a_peer(
         addrs = a.scheduler.alloc(4)
         a.put(addrs.tolist(), 10)
         for member in a.members:
-            member("fake.fake_cuda_set(b'delay_us', 100_000)")  # of 32 pieces: the write is under way for seconds
+            member("fake.fake_cuda_set(b'delay_us', 40_000)")  # of 32 pieces: the write is under way for a second
         handle = a.scheduler.transfer("b", addrs)
         a.members[1].kill(signal.SIGKILL)
         assert isinstance(handle.exception(60), kvpool.PeerLost)

@@ -72,7 +72,7 @@ for how in ("late", "cancelled", "disconnected", "closed"):
         theirs = there.alloc(2)
         held = HeldWork(owners)
         stream = new_stream(0)
-        fetch = here.fetch("there", theirs, timeout=10 if how == "late" else 60)
+        fetch = here.fetch("there", theirs, timeout=5 if how == "late" else 60)
         fetch.wait_on(stream)
         if how == "cancelled":
             assert fetch.cancel()

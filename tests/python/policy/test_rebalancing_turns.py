@@ -31,7 +31,7 @@ def test_the_lowest_live_instance_plans():
 
 
 def test_a_plan_is_accepted_once_and_an_older_one_never():
-    book = PlanBook()
+    book = PlanBook(3)
     assert book.accept(plan(1, 5), 1)
     assert not book.accept(plan(1, 5), 1)
     assert not book.accept(plan(1, 4), 1)
@@ -40,14 +40,14 @@ def test_a_plan_is_accepted_once_and_an_older_one_never():
 
 
 def test_only_the_planner_is_listened_to():
-    book = PlanBook()
+    book = PlanBook(3)
     assert not book.accept(plan(1, 5, planner=2), 1)
     assert not book.accept(plan(1, 5, planner=2), None)
     assert book.accepted == (0, 0)
 
 
 def test_a_planner_that_was_replaced_is_not_heard_with_its_old_term():
-    book = PlanBook()
+    book = PlanBook(3)
     assert book.accept(plan(1, 5, planner=1), 1)
     assert book.accept(plan(2, 6, planner=2), 2)  # 1 seemed dead
     assert not book.accept(plan(1, 9, planner=1), 1)  # 1 was only slow
@@ -56,7 +56,7 @@ def test_a_planner_that_was_replaced_is_not_heard_with_its_old_term():
 
 def test_a_plan_is_refused_that_is_older_than_what_another_has_accepted():
     """This instance was stopped while 2 planned; 1, which had been too, is back with its old plan."""
-    book = PlanBook()
+    book = PlanBook(3)
     assert book.accept(plan(1, 5), 1)
     assert not book.accept(plan(1, 6), 1, [said(1, 4), said(2, 7)])
     assert book.accepted == (1, 5)
@@ -64,13 +64,13 @@ def test_a_plan_is_refused_that_is_older_than_what_another_has_accepted():
 
 
 def test_the_next_number_is_above_all_that_was_accepted():
-    book = PlanBook()
+    book = PlanBook(1)
     assert book.next_number([said(0, 0)]) == (1, 1)
     book.made(PlanNumber(1, 1))
     assert book.next_number([said(0, 0), said(1, 1)]) == (1, 2)
     assert book.next_number([said(1, 7)]) == (1, 8)
-    assert book.next_number([said(4, 3)]) == (5, 4)  # another one has planned since
-    other = PlanBook()
+    assert book.next_number([said(4, 3)]) == ((1 << 14) + 1, 4)  # another one has planned since
+    other = PlanBook(2)
     assert other.next_number([said(1, 8)]) == (2, 9)  # it takes over
 
 
@@ -80,7 +80,7 @@ def test_the_next_number_is_above_all_that_was_accepted():
 )
 def test_planners_that_change_and_plans_that_come_late_never_go_back(steps, random):
     """Two instances at random times take themselves for the planner; a third hears their plans in any order."""
-    books = {each: PlanBook() for each in (1, 2, 3)}
+    books = {each: PlanBook(each) for each in (1, 2, 3)}
     published, carried = [], []
     for who, how in steps:
         if who < 3:
@@ -88,6 +88,7 @@ def test_planners_that_change_and_plans_that_come_late_never_go_back(steps, rand
             states = [InstanceState(each, 100, last=books[each].accepted) for each in seen]
             number = books[who].next_number(states)
             assert number > books[who].accepted
+            assert all(number != each.number for each in published if each.planner != who)
             books[who].made(number)
             published.append(EpochPlan(number, who))
             books[who].accept(published[-1], who)

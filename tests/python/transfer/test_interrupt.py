@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from kit import run_script
+from transfer.kit import Child, address_of
 
 VERBS = {
     "connect, and the handler closes the pool": (
@@ -23,17 +26,28 @@ VERBS = {
 }
 
 
+SETTINGS: dict[str, Any] = {"routes": ("shm",), "lease_s": 600.0}
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_ctrl_c_ends_the_wait(verb):
     """Long before its deadline: the whole script has less time than one wait would take."""
-    run_script(
-        """
-import signal, socket, sys, tempfile
-from pathlib import Path
+    child = Child()  # forked by what this process forks from: the script has nothing of the kind
+    try:
+        code = "pool = small_pool(**settings)\npool.peers.listen(where)"
+        where = child(code, settings=SETTINGS, where=address_of("shm"))
+        run_script(
+            f"pid, where, settings = {child.process.pid}, {where!r}, {SETTINGS}\n" + script_of(verb), timeout=250
+        )
+    finally:
+        child.kill()
+        child.close()
+
+
+def script_of(verb: str) -> str:
+    return """
+import contextlib, os, signal, socket, sys, tempfile, threading
 from transfer.kit import *
-child = Child()
-settings = {"routes": ("shm",), "lease_s": 600.0}
-where = child("pool = small_pool(**settings)\\npool.peers.listen(where)", settings=settings, where=address_of("shm"))
 pool = small_pool(**settings)
 peer = pool.peers.connect(where)
 lent = pool.alloc(2, instance=peer)
@@ -41,7 +55,7 @@ silent = tempfile.mkdtemp() + "/silent"
 listener = socket.socket(socket.AF_UNIX)
 listener.bind(silent)
 listener.listen()
-child.kill(signal.SIGSTOP)
+stop_process(pid)
 try:
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
     VERB
@@ -49,18 +63,16 @@ except KeyboardInterrupt:
     pass
 except ZeroDivisionError:  # by the handler of this test
     assert pool.closed
-    child.kill()
+    os.kill(pid, signal.SIGKILL)
     listener.close()
     sys.exit(0)
 else:
     sys.exit("it was not interrupted")
-child.kill()
+os.kill(pid, signal.SIGKILL)
 eventually(lambda: pool.peers.list() == [])
 with contextlib.suppress(kvpool.StaleAddress):  # they were given back before the interrupt
     pool.free(lent)
 eventually(lambda: pool.audit().hbm.reserved == 0)
 pool.close()
 listener.close()
-""".replace("VERB", VERBS[verb]).replace("import signal", "import contextlib, os, signal, threading"),
-        timeout=250,
-    )
+""".replace("VERB", VERBS[verb])

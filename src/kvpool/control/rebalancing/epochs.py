@@ -98,7 +98,7 @@ class Epochs:
             clock,
         )
         self._members = MemberStates()
-        self._book = PlanBook()
+        self._book = PlanBook(self._instance)
         self._plan: EpochPlan | None = None  # the latest that this instance has made, while it is the planner
         self._planned_at = clock()  # so that the others are seen before the first plan
         self._idle_since = clock()

@@ -21,7 +21,7 @@ class PlanNumber(NamedTuple):
     """Orders all plans of a cluster. Compared by term, then by epoch.
 
     Attributes:
-        term: Grows by one when another instance begins to plan, so that a plan of the one before it is older.
+        term: Grows when another instance begins to plan, so that a plan of the one before is older. Each has its own.
         epoch: Grows with every plan, over all terms.
     """
 

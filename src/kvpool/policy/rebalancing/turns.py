@@ -11,11 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
+from typing import Final
 
 from kvpool.policy.rebalancing.plan import NO_PLAN, EpochPlan, Placement, PlannedMove, PlanNumber
 from kvpool.policy.rebalancing.states import InstanceState
 
 __all__ = ["Duties", "PlanBook", "duties_of", "planner_of"]
+
+_INSTANCES: Final = 1 << 14  # ids are below; a term leaves its planner's id when it is divided by this
 
 
 def planner_of(instances: Iterable[int]) -> int | None:
@@ -28,11 +31,15 @@ class PlanBook:
 
     Attributes:
         accepted: The number of the latest plan that it has accepted.
+
+    Args:
+        instance: Its id.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, instance: int) -> None:
         """An instance that knows of no plan."""
         self.accepted = NO_PLAN
+        self._instance = instance
         self._made = NO_PLAN
 
     def accept(self, plan: EpochPlan, planner: int | None, others: Iterable[InstanceState] = ()) -> bool:
@@ -53,13 +60,14 @@ class PlanBook:
     def next_number(self, states: Iterable[InstanceState]) -> PlanNumber:
         """The number of the next plan that this instance makes: higher than any that an instance has accepted.
 
-        A new term begins where another instance has planned since this one did.
+        A new term begins where another instance has planned since this one did. No two instances ever have the same
+        term: two that take over at once, neither of which has heard of the other, make plans of different numbers.
         """
         known = [state.last for state in states] + [self.accepted, self._made]
         term = max(number.term for number in known)
         epoch = max(number.epoch for number in known) + 1
         if not self._made.term or term > self._made.term:
-            term += 1
+            term += 1 + (self._instance - term - 1) % _INSTANCES
         return PlanNumber(term, epoch)
 
     def made(self, number: PlanNumber) -> None:
