@@ -53,7 +53,8 @@ class Notes:
         self.note("put", request, term, position, token, engine)
 
     def all(self, *kinds: str) -> list[list[Any]]:
-        return [one for one in map(json.loads, Path(self.path).read_text().splitlines()) if one[0] in kinds]
+        whole = Path(self.path).read_text().rpartition("\n")[0]  # of what is being written a part may be seen
+        return [one for one in map(json.loads, whole.splitlines()) if one[0] in kinds]
 
 
 class Engine(ToyEngine):
