@@ -63,7 +63,7 @@ py::object addresses(const TransferHandle& handle) {
 // The facts of a kvpool.TransferStats, by the names of its fields.
 py::dict stats(const TransferHandle& handle) {
   const TransferStats stats = ended(handle).stats();
-  return py::dict("route"_a = stats.route, "strategy"_a = stats.strategy, "blocks"_a = stats.blocks,
+  return py::dict("route"_a = text_of(stats.route), "strategy"_a = stats.strategy, "blocks"_a = stats.blocks,
                   "skipped_blocks"_a = stats.skipped_blocks, "calls"_a = stats.calls, "runs"_a = stats.runs,
                   "bytes"_a = stats.bytes, "reserve_us"_a = stats.reserve_us, "write_us"_a = stats.write_us,
                   "complete_us"_a = stats.complete_us, "total_us"_a = stats.total_us);

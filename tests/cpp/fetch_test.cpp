@@ -1,4 +1,6 @@
 // Fetches, of this side and of the peer, against a peer that follows a script.
+#include "kvpool/transfer/fetch.h"
+
 #include <doctest/doctest.h>
 
 #include "failing_alloc.h"
@@ -66,7 +68,7 @@ TEST_CASE("a fetch with a checksum ends when the content has been compared, and 
     kit.host.run_works();
     CHECK_NOTHROW(fetch->rethrow_if_failed());
   }
-  SUBCASE("meanwhile it may end: nobody writes any more") {
+  SUBCASE("what ends it meanwhile waits until the content is no longer read") {
     kit.reply(kFetchVerb, call.id, fetched(right));
     ErrorCode why = ErrorCode::kCancelled;
     SUBCASE("cancelled") { CHECK(fetch->cancel()); }
@@ -78,12 +80,23 @@ TEST_CASE("a fetch with a checksum ends when the content has been compared, and 
       why = ErrorCode::kPeerLost;
       kit.session->on_closed(Error(ErrorCode::kPeerLost, "gone"));
     }
+    CHECK_FALSE(fetch->done());
+    CHECK(kit.count(BlockState::kReserved) == 2);
+    kit.host.run_works();
     CHECK(failure(*fetch) == why);
     CHECK(kit.link->sent.empty());
     CHECK(kit.count(BlockState::kFree) == 16);
-    kit.host.run_works();
-    CHECK(failure(*fetch) == why);
   }
+}
+
+TEST_CASE("the destinations of a fetch that could not be asked for are the caller's at once, whoever still has it") {
+  SessionKit kit;
+  const FetchRequest request = fetch_for(kit, 2);
+  const auto fetch = std::make_shared<Fetch>(kit.session, kFetchBit | 9, request, /*frees_on_failure=*/true);
+  kit.link->closed = true;
+  CHECK(code_of([&] { fetch->start(); }) == ErrorCode::kPeerLost);
+  CHECK(kit.count(BlockState::kActive) == 2);
+  kit.pool->free(request.to.data(), request.to.size());
 }
 
 TEST_CASE("an owner that is asked for a checksum says it of what it has written, by the route that was named") {
@@ -104,6 +117,14 @@ TEST_CASE("an owner that is asked for a checksum says it of what it has written,
     CHECK(said.calls == 1);
     REQUIRE(kit.session->sent_bytes().by_route().size() == 1);
     CHECK(kit.session->sent_bytes().by_route()[0].bytes == kit.bytes_of(2));
+  }
+  SUBCASE("nothing is read for a caller that has cancelled meanwhile") {
+    kit.ask(kFetchVerb, kFetchBit | 3, write_body(body), 100);
+    kit.host.end_write();
+    kit.cancel(kFetchVerb, kFetchBit | 3);
+    kit.host.run_works();
+    CHECK(kit.refusal() == ErrorCode::kCancelled);
+    kit.pool->free(from.data(), from.size());
   }
   SUBCASE("a route that there is not") {
     body.route = "carrier pigeon";

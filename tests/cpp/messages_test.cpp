@@ -137,7 +137,9 @@ TEST_CASE("senseless numbers are refused") {
   CHECK_THROWS_AS(read_fetch(write_body(FetchBody{Priority::kDecode, {1}, {}})), Error);
   const std::string long_name(kRouteNameBytesMax + 1, 'x');
   CHECK_THROWS_AS(read_fetch(write_body(FetchBody{Priority::kDecode, {1}, {2}, false, long_name})), Error);
-  CHECK_THROWS_AS(read_fetched(write_body(FetchedBody{long_name, 1, 1, {}})), Error);
+  for (const std::string& name : {long_name, std::string("sh\xffm"), std::string("sock\n")}) {
+    CHECK_THROWS_AS(read_fetched(write_body(FetchedBody{name, 1, 1, {}})), Error);
+  }
   Bytes match = write_body(MatchBody{1, std::vector<Token>{1, 2}, "n"});  // a count of more tokens than there are
   for (const std::uint32_t count : {3U, 5U, 1U << 20, (1U << 20) + 1, UINT32_MAX}) {
     std::memcpy(match.data() + sizeof(std::uint32_t), &count, sizeof(count));

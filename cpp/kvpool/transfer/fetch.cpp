@@ -69,7 +69,11 @@ Fetch::Fetch(std::shared_ptr<Session> session, std::uint64_t id, const FetchRequ
 // Of a fetch that could not be asked for. A peer that keeps to the protocol writes nothing for it; for one that does
 // not, this process may be placing content all the same, and then the destinations are free only when it lies there.
 Fetch::~Fetch() {
-  if (!expecting_) return;
+  if (expecting_) end_unasked();
+}
+
+void Fetch::end_unasked() noexcept {
+  expecting_ = false;
   Receiver& receiver = session_->receiver();
   BlockHost& blocks = session_->host().blocks();
   if (receiver.end_fetch(to_, [&] { taker_ == nullptr ? blocks.end_writes(to_) : blocks.release(to_); })) return;
@@ -88,9 +92,13 @@ void Fetch::start() {
   ask([&] { session_->calls().send(kFetchVerb, id_, std::move(message), deadline_ns_); });
 }
 
+// Now, and not when it is destroyed: the thread that ends all calls may still have it, and the caller gives the
+// destinations back at once.
 bool Fetch::withdraw() noexcept {
   const Lock lock(mutex_);
-  return std::exchange(phase_, Phase::kDone) != Phase::kDone;
+  if (std::exchange(phase_, Phase::kDone) == Phase::kDone) return false;
+  end_unasked();
+  return true;
 }
 
 void Fetch::on_answer(Message&& message) {
@@ -100,47 +108,54 @@ void Fetch::on_answer(Message&& message) {
     return;
   }
   if (message.verb != kFetchVerb.number) throw Error(ErrorCode::kProtocol, "the peer answered what it was not asked");
+  if (phase_ == Phase::kVerifying) throw Error(ErrorCode::kProtocol, "the peer answered a fetch twice");
   if (message.kind == FrameKind::kRefused)
     return end(lock, session_->calls().refusal(message), /*may_still_write=*/false);
-  if (phase_ == Phase::kCancelling) {
-    return end(lock, Error(ErrorCode::kCancelled, "the fetch from " + session_->peer().name + " was cancelled"), false);
-  }
+  if (phase_ == Phase::kCancelling) return end(lock, cancelled(), /*may_still_write=*/false);
   FetchedBody written = read_fetched(message.body);
-  if (phase_ != Phase::kAsked || written.checksum.has_value() != checksum_) {
-    throw Error(ErrorCode::kProtocol, "the peer answered a fetch twice, or another one");
+  if (written.checksum.has_value() != checksum_) {
+    throw Error(ErrorCode::kProtocol, "the peer answered another fetch than it was asked for");
   }
   written_ = std::move(written);
-  if (const auto failed = outcome()) return end(lock, failed, false);
-  if (!checksum_) return end(lock, std::nullopt, false);
+  if (!checksum_) return end(lock, outcome(), /*may_still_write=*/false);
   verify(lock, *written_.checksum);
 }
 
-// Nobody writes any more, so the fetch may end meanwhile for another reason. Lets go of the lock.
+// The content is read: that is as much under way as a write, so nothing ends meanwhile. Lets go of the lock.
 void Fetch::verify(Lock& lock, std::uint32_t checksum) {
   phase_ = Phase::kVerifying;
   lock.unlock();
   const auto work = [self = std::static_pointer_cast<Fetch>(shared_from_this()), checksum] {
-    std::uint32_t found = 0;
-    auto failure = failure_of([&] { found = self->session_->host().blocks().checksum(self->to_); });
-    if (!failure && found != checksum) {
-      failure =
-          Error(ErrorCode::kProtocol,
-                "the checksum of what " + self->session_->peer().name + " has written is wrong: content was damaged",
-                {{"needed", checksum}, {"given", found}});
-    }
     Lock again(self->mutex_);
-    if (self->phase_ == Phase::kVerifying) self->end(again, failure, /*may_still_write=*/false);
+    const bool is_over = self->why_.has_value();
+    again.unlock();
+    const auto failure = is_over ? std::nullopt : failure_of([&] { self->compare(checksum); });
+    again.lock();
+    self->end(again, self->why_ ? self->why_ : failure ? failure : self->outcome(), /*may_still_write=*/false);
   };
+  const void* const key = &session_->peer();  // not the session's: who asks for blocks does not wait for a checksum
   // Without memory to hand it on, it is done here.
-  if (failure_of([&] { session_->host().run(this, work); })) work();
+  if (failure_of([&] { session_->host().run(key, work); })) work();
+}
+
+void Fetch::compare(std::uint32_t checksum) const {
+  const std::uint32_t found = session_->host().blocks().checksum(to_);
+  if (found == checksum) return;
+  throw Error(ErrorCode::kProtocol,
+              "the checksum of what " + session_->peer().name + " has written is wrong: content was damaged",
+              {{"needed", checksum}, {"given", found}});
+}
+
+Error Fetch::cancelled() const {
+  return Error(ErrorCode::kCancelled, "the fetch from " + session_->peer().name + " was cancelled");
 }
 
 // As long as the link lives, this process may be placing what came before.
 void Fetch::on_lost(const Error& why) {
   Lock lock(mutex_);
   if (phase_ == Phase::kDone) return;
-  const bool may_write = (session_->peer_writes_directly() && !placed_here_) || !session_->link_ended();
-  end(lock, why, phase_ != Phase::kVerifying && may_write);
+  if (phase_ == Phase::kVerifying) return end_behind_verify(why);
+  end(lock, why, (session_->peer_writes_directly() && !placed_here_) || !session_->link_ended());
 }
 
 // What this process alone places is dropped from now on, so the destinations are free behind the frame that is being
@@ -149,11 +164,19 @@ std::int64_t Fetch::on_tick(std::int64_t now_ns) {
   Lock lock(mutex_);
   if (phase_ == Phase::kDone) return kNever;
   if (now_ns < deadline_ns_) return deadline_ns_;
-  const bool written = phase_ == Phase::kVerifying;
-  end(lock, Error(ErrorCode::kDeadline, "the fetch from " + session_->peer().name + " was not done by its deadline"),
-      /*may_still_write=*/!placed_here_ && !written);
-  if (!written) tell_cancelled();
+  const Error late(ErrorCode::kDeadline, "the fetch from " + session_->peer().name + " was not done by its deadline");
+  if (phase_ == Phase::kVerifying) {
+    end_behind_verify(late);
+    return kNever;
+  }
+  end(lock, late, /*may_still_write=*/!placed_here_);
+  tell_cancelled();
   return kNever;
+}
+
+// REQUIRES: mutex_ is held.
+void Fetch::end_behind_verify(const Error& why) noexcept {
+  if (!why_) why_ = why;
 }
 
 // The owner answers when it writes no more. A quarantine under this id ends then: see Session::serve_verbs().
@@ -229,10 +252,12 @@ bool Fetch::cancel() {
   {
     Lock lock(mutex_);
     if (phase_ == Phase::kDone || phase_ == Phase::kCancelling) return phase_ == Phase::kCancelling;
-    const bool written = phase_ == Phase::kVerifying;
-    if (placed_here_ || written) {
-      end(lock, Error(ErrorCode::kCancelled, "the fetch from " + session_->peer().name + " was cancelled"), false);
-      if (written) return true;
+    if (phase_ == Phase::kVerifying) {
+      end_behind_verify(cancelled());
+      return true;
+    }
+    if (placed_here_) {
+      end(lock, cancelled(), /*may_still_write=*/false);
     } else {
       phase_ = Phase::kCancelling;
     }
@@ -307,10 +332,14 @@ void Session::finish_push(const CallPointer& call, const std::shared_ptr<FetchBo
   if (error != nullptr || !body->checksum) return end_push(*call, body->from, std::move(written), error);
   const auto work = [self = shared_from_this(), call, body, written] {
     FetchedBody with = written;
-    const auto failure = failure_of([&] { with.checksum = self->host_.blocks().checksum(body->from); });
+    const auto failure = failure_of([&] {
+      if (call->cancelled()) throw Error(ErrorCode::kCancelled, "the fetch was cancelled");
+      with.checksum = self->host_.blocks().checksum(body->from);
+    });
     self->end_push(*call, body->from, std::move(with), failure ? &*failure : nullptr);
   };
-  if (failure_of([&] { host_.run(body.get(), work); })) work();
+  // One after another of a peer, and not before its other steps.
+  if (failure_of([&] { host_.run(&pushes_, work); })) work();
 }
 
 void Session::end_push(ServedCall& call, std::span<const Address> held, FetchedBody&& written,

@@ -70,6 +70,10 @@ class Fetch final : public AwaitedTransfer {
   std::optional<Error> outcome() const;
   void end(Lock& lock, std::optional<Error> error, bool may_still_write);
   void verify(Lock& lock, std::uint32_t checksum);
+  void compare(std::uint32_t checksum) const;
+  void end_behind_verify(const Error& why) noexcept;
+  void end_unasked() noexcept;
+  Error cancelled() const;
   void give_back(std::optional<Error>& error, HeldBlocks* held) noexcept;
   void tell_cancelled();
 
@@ -86,6 +90,7 @@ class Fetch final : public AwaitedTransfer {
   bool expecting_ = false;
   Receiver::QuarantineRoom room_;  // for the destinations
   FetchedBody written_;            // as the owner says
+  std::optional<Error> why_;       // it ends with this when the content is no longer read
   double total_us_ = 0;
   std::mutex waiting_;                // held by one wait_on() at a time; taken before mutex_
   std::shared_ptr<WaitWord> word_;    // under mutex_: from the first wait_on() to the end

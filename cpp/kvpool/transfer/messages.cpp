@@ -209,6 +209,8 @@ FetchedBody read_fetched(std::span<const std::byte> bytes) {
   body.calls = in.number<std::uint64_t>();
   body.write_us = in.number<std::uint64_t>();
   body.route = in.text(kRouteNameBytesMax);
+  const bool is_name = std::ranges::all_of(body.route, [](char one) { return one > ' ' && one <= '~'; });
+  if (!is_name) malformed("the name of a route");  // the application is shown it
   in.finish();
   return body;
 }
