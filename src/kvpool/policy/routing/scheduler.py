@@ -188,7 +188,7 @@ class GlobalScheduler:
         self._trees[self._known(instance).kind].forget(instance)
 
     def expire(self) -> int:
-        """Forgets what is older than ttl_s, in all trees: call it every few seconds. Returns the blocks."""
+        """Forgets what is older than ttl_s, in all trees, now; they do so by themselves. Returns the blocks."""
         return sum(tree.expire() for tree in self._trees.values())
 
     @property
