@@ -180,7 +180,7 @@ class Watched:
         return getattr(self.index, name)
 
 
-def test_a_tree_that_learns_from_events_alone_never_looks_for_old_blocks():
+def test_a_tree_that_learns_from_events_alone_never_searches_for_old_blocks():
     now = 0.0
     tree = PromptTree(BLOCK, lambda: now, 60.0)
     tree._index = Watched(tree._index, lambda before: pytest.fail("a look"))
