@@ -33,6 +33,7 @@ _SHAPE = Prompts(4096, 2048)
 _GROUPS = 100  # system prompts of _SHAPE
 HOLDERS = ("spread", "hot")
 _POLICIES = {
+    "default": routing.KeepHits,
     "queue plus execution": routing.QueuePlusExec,
     "longest prefix": routing.LongestPrefix,
     "session": routing.SessionId,
