@@ -52,7 +52,7 @@ class Subject:
             name: routing.GlobalScheduler(MODEL, lambda: self._now, policy=policy(), transfer=TRANSFER)
             for name, policy in _POLICIES.items()
         }
-        tree = routing.PromptTree(MODEL.block_tokens, lambda: self._now)
+        tree = routing.PromptTree(MODEL.block_tokens, lambda: self._now, ttl_s=1e6)  # nothing gets too old
         for scheduler in self._schedulers.values():
             for instance in range(instances):
                 scheduler.add_instance(instance)
