@@ -115,11 +115,22 @@ def test_uses_are_those_of_the_last_windows(asked, window):
         assert uses.requests == len(before) + len(now)
 
 
+def test_where_a_prefix_that_many_share_ends_is_counted_too():
+    """Sessions begin with 9 blocks, which is held of each first prompt; that length is no power of four."""
+    uses = Uses()
+    for number in range(30):
+        tokens = prompt(12, fork=9, fork_name=100 + number)
+        uses.note(tokens, 9 * BLOCK, BLOCK, "", 100)
+        counted = dict(uses.note(tokens, 11 * BLOCK, BLOCK, "", 100))
+        assert (counted[9 * BLOCK], counted[11 * BLOCK]) == (2 * number + 2, 1)
+
+
 def test_uses_forget_what_is_long_ago():
     uses = Uses()
     for number in range(10_000):
         uses.note(prompt(64, name=number), 64 * BLOCK, BLOCK, "", 100)
     assert len(uses._now) + len(uses._before) <= 2 * 100 * 13
+    assert len(uses._held) <= 101
     assert uses.note(prompt(1, name=1), 0, BLOCK, "", 100) == []
 
 

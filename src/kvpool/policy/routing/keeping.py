@@ -8,8 +8,8 @@ not at all. This policy charges for the copy:
     backlog + execution + thrift * (execution of what another instance holds and this one lacks) * (1 - popularity)
 
 A prefix that many prompts begin with has to be on several instances anyway: one alone could not serve all of them. A
-copy of it is used again, so nothing is charged for it. Popularity is 1 when the prefix is in half an instance's share
-of the requests.
+copy of it is used again, so nothing is charged for it. Popularity is 1 when as many requests begin with the prefix as
+one instance gets.
 
 The wait is bounded: longer than 1 + thrift times what computing the prefix again takes, a request waits for no
 instance while a less loaded one would begin sooner.
@@ -30,7 +30,7 @@ from kvpool.policy.routing.uses import Uses
 __all__ = ["KeepHits"]
 
 _THRIFT: Final = 7.0
-_POPULAR: Final = 0.5  # of an instance's share of the requests
+_POPULAR: Final = 1.0  # in shares of the requests that an instance has
 _FEWEST: Final = 2  # uses, below which nothing is popular: at the start every share is large
 _WINDOW: Final = 64  # requests for each instance, over which uses are counted
 _WINDOW_MOST: Final = 8192

@@ -1,13 +1,14 @@
 """How often the beginnings of prompts have been asked for lately.
 
-Counted are prefixes of a few lengths, each four times the one before, and only those that an instance holds.
+Counted are prefixes of a few lengths, each four times the one before, and only those that an instance holds; and that
+of the length that is held most often, because there a prefix ends that many prompts share.
 A prefix goes by its length and its last block, which is short to read; two different ones that end alike count as one.
 Counts are of the last one to two windows of requests, so memory is bounded and nothing has to be searched.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from typing import Final
 
 from kvpool.policy.routing.tokens import Tokens
@@ -25,6 +26,8 @@ class Uses:
         self._before: dict[tuple[int, str, bytes], int] = {}
         self._requests_now = 0
         self._requests_before = 0
+        self._held: dict[int, int] = {}  # how often an instance held so many blocks at most, in the window
+        self._often = 0  # the most frequent of them, where a prefix that many share may end
 
     @property
     def requests(self) -> int:
@@ -48,6 +51,7 @@ class Uses:
         if self._requests_now >= window:
             self._before, self._now = self._now, {}
             self._requests_before, self._requests_now = self._requests_now, 0
+            self._held = {self._often: 1}
         self._requests_now += 1
         blocks = held // block_tokens
         if blocks == 0:
@@ -55,7 +59,13 @@ class Uses:
         now, before = self._now.get, self._before.get
         counts, counted = self._now, []
         text, size = tokens[:held].tobytes(), block_tokens * tokens.itemsize
-        for length in [*_LENGTHS[: bisect_left(_LENGTHS, blocks)], blocks]:
+        times = self._held[blocks] = self._held.get(blocks, 0) + 1
+        if times > self._held.get(self._often, 0):
+            self._often = blocks
+        lengths = [*_LENGTHS[: bisect_left(_LENGTHS, blocks)], blocks]
+        if self._often < blocks and self._often not in lengths and self._often:
+            insort(lengths, self._often)
+        for length in lengths:
             end = length * size
             key = length, namespace, text[end - size : end]
             counts[key] = uses = now(key, 0) + 1
