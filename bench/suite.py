@@ -45,6 +45,7 @@ BENCHES = {
     "fig14": "bench.memserve.fig14_cost",
     "fig15": "bench.memserve.fig15_routing",
     "mooncake": "bench.memserve.mooncake",
+    "routing-load": "bench.memserve.routing_load",
     "decision": "bench.memserve.decision",
     "mell": "bench.mell.study",
     "scaling": "bench.mell.scaling",

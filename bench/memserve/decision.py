@@ -33,6 +33,7 @@ _SHAPE = Prompts(4096, 2048)
 _GROUPS = 100  # system prompts of _SHAPE
 HOLDERS = ("spread", "hot")
 _POLICIES = {
+    "default": routing.KeepHits,
     "queue plus execution": routing.QueuePlusExec,
     "longest prefix": routing.LongestPrefix,
     "session": routing.SessionId,
@@ -51,7 +52,7 @@ class Subject:
             name: routing.GlobalScheduler(MODEL, lambda: self._now, policy=policy(), transfer=TRANSFER)
             for name, policy in _POLICIES.items()
         }
-        tree = routing.PromptTree(MODEL.block_tokens, lambda: self._now)
+        tree = routing.PromptTree(MODEL.block_tokens, lambda: self._now, ttl_s=1e6)  # nothing gets too old
         for scheduler in self._schedulers.values():
             for instance in range(instances):
                 scheduler.add_instance(instance)

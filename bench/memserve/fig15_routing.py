@@ -44,7 +44,9 @@ _POLICIES: dict[str, Callable[[], routing.Policy]] = {
     "queue + exec, thrift 0.5": lambda: routing.QueuePlusExec(thrift=0.5),
     "queue + exec, fetching": routing.QueuePlusExec,
 }
-_AS_IN_THE_PAPER = routing.Balance(patience=float("inf"))  # whose policies may leave an instance idle
+_AS_IN_THE_PAPER = routing.Balance(  # whose policies may leave an instance idle
+    patience=float("inf"), cap=2.0, idle=0.2, half_life_s=30.0
+)
 _SESSIONS, _PLACED = "session", "session, placed"
 _TREES = ("longest prefix", "queue + exec", "queue + exec, thrift 0.5", "queue + exec, fetching")
 

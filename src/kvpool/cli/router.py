@@ -55,7 +55,7 @@ def add_parser(commands: Any) -> None:
         metavar="NAME=RANKS[,...]",
         help="servers with several data-parallel ranks, each of which becomes an instance, NAME-dp0 and so on",
     )
-    add("--policy", default="queue-plus-exec", help="queue-plus-exec, longest-prefix, session-id or least-load")
+    add("--policy", default="keep-hits", help="keep-hits, queue-plus-exec, longest-prefix, session-id or least-load")
     add("--host", default="127.0.0.1", help="where to listen")
     add("--port", type=int, default=8000, help="0 takes a free one")
     add(
@@ -101,8 +101,13 @@ def add_parser(commands: Any) -> None:
 
     routing = parser.add_argument_group("routing")
     add = options.add_to(routing)
-    add("--cap", type=float, default=2.0, help="most load of an instance, times the mean")
-    add("--idle", type=float, default=0.2, help="share of its time that an instance works below which there is no cap")
+    add("--cap", type=float, default=1.2, help="most load of an instance, times the mean")
+    add(
+        "--idle",
+        type=float,
+        default=0.02,
+        help="share of its time that an instance works below which there is no cap",
+    )
     add("--warmup", type=float, default=60.0, metavar="S", help="how long a newcomer has less than its share")
     add("--ttl", type=float, default=300.0, metavar="S", help="how long a prompt is believed to be cached")
     add(

@@ -144,7 +144,7 @@ def _add_cluster(group: Any) -> None:
     )
     group.add_argument(
         "--thrift", type=float, metavar="X",
-        help="of queue-plus-exec: a second of computing counts 1 + X against one of waiting (default 0)",
+        help="a second of computing what others hold counts X more: keep-hits (default 7), queue-plus-exec (0)",
     )  # fmt: skip
     group.add_argument(
         "--slack", type=float, metavar="PART", help="of mell: of a GPU's KV left free for growth (default 0.025)"

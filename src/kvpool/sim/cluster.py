@@ -33,7 +33,6 @@ from kvpool.sim.times import CountedInBlocks, DecodeTimes
 
 __all__ = ["Cluster", "ClusterSim"]
 
-_EXPIRE_S: Final = 10.0
 _TELL_EVERY: Final = 1000
 
 
@@ -127,7 +126,6 @@ class ClusterSim:
         self._for_decode: list[deque[Job]] = [deque() for _ in self._instances]  # computed, no room where they decode
         self._coming = [0] * cluster.instances  # on their way to where they decode
         self._requests = [0] * cluster.instances
-        self._expired_at = 0.0
 
     def run(self, requests: Iterable[SimRequest]) -> Measures:
         """Runs until the last request has ended.
@@ -214,9 +212,6 @@ class ClusterSim:
         if decision.decode is not None:
             self._requests[decision.decode] += 1
         self._instances[decision.instance].submit(Job(request, measures.arrived - 1, now, decision, blocks))
-        if now - self._expired_at >= _EXPIRE_S:
-            self._expired_at = now
-            self._scheduler.expire()
 
     def _fetched(self, job: Job, have: int) -> tuple[int, float]:
         """The blocks to fetch from another instance before a prompt is computed, and when they arrive."""

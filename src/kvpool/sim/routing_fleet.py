@@ -134,7 +134,6 @@ class FleetSim:
         transfer: The real cost of moving KV between instances; None if they cannot.
         token_s: Seconds of decoding per token.
         by_events: The scheduler follows the instances' events; otherwise it learns from responses.
-        expire_s: How often the scheduler's trees expire.
     """
 
     def __init__(
@@ -147,14 +146,13 @@ class FleetSim:
         transfer: KVTransfer | None = None,
         token_s: float = 0.03,
         by_events: bool = False,
-        expire_s: float = 5.0,
     ) -> None:
         if instances < 1 or capacity_blocks < 1:
             raise ArgumentError(
                 f"{instances} instances of {capacity_blocks} blocks: there must be one of each at least"
             )
         self.now = 0.0
-        self._model, self._transfer, self._token_s, self._expire_s = model, transfer, token_s, expire_s
+        self._model, self._transfer, self._token_s = model, transfer, token_s
         self.scheduler = scheduler(lambda: self.now)
         self._instances: list[_Instance] = []
         for number in range(instances):
@@ -164,7 +162,6 @@ class FleetSim:
             self.scheduler.add_instance(number, by_events=by_events)
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = count()
-        self._expired_at = 0.0
         self._rows: list[tuple[float, int, int, int, int]] = []
 
     def run(self, sessions: Iterable[Session]) -> FleetResult:
@@ -174,9 +171,6 @@ class FleetSim:
         while self._heap:
             self.now, _, event, arguments = heapq.heappop(self._heap)
             event(*arguments)
-            if self.now - self._expired_at >= self._expire_s:
-                self._expired_at = self.now
-                self.scheduler.expire()
         columns = np.array(self._rows, dtype=np.float64).reshape(-1, 5).T
         whole = columns[1:].astype(np.int64)
         work_s = np.array([instance.work_s for instance in self._instances])

@@ -25,6 +25,11 @@ POLICIES: Final[Mapping[str, Callable[[], routing.Policy]]] = {
     "session-id": routing.SessionId,
     "longest-prefix": routing.LongestPrefix,
     "queue-plus-exec": routing.QueuePlusExec,
+    "keep-hits": routing.KeepHits,
+}
+_THRIFTY: Final[Mapping[str, Callable[[float], routing.Policy]]] = {
+    "keep-hits": routing.KeepHits,
+    "queue-plus-exec": routing.QueuePlusExec,
 }
 _RATE: Final = 4.0
 _REQUESTS: Final = 20_000
@@ -60,14 +65,14 @@ class Setup:
         learn: As in `Cluster`.
         ttl_s: As in `Cluster`; 0: forever.
         cap: The load cap of the scheduler, as in `routing.Balance`.
-        thrift: As in `routing.QueuePlusExec`; for no other policy.
+        thrift: As in `routing.KeepHits` and `routing.QueuePlusExec`; for no other policy.
         batch_tokens: As in `Batching`.
         batch_requests: As in `Batching`.
     """
 
     workload: str | None = "chat"
     trace: Path | None = None
-    policy: str = "queue-plus-exec"
+    policy: str = "keep-hits"
     gpus: int = 8
     prefill: int = 0
     decode: int = 0
@@ -87,7 +92,7 @@ class Setup:
     fetch: bool = False
     learn: Literal["response", "dispatch", "events"] = "response"
     ttl_s: float = 300.0
-    cap: float = 2.0
+    cap: float = routing.Balance.cap
     thrift: float | None = None
     batch_tokens: int = 8192
     batch_requests: int = 256
@@ -128,8 +133,10 @@ class Setup:
             raise ArgumentError(f"ttl_s is {self.ttl_s}; it must be from 0 to {_MOST:g}")
         if not self.cap >= 1:
             raise ArgumentError(f"cap is {self.cap}; it must be at least 1")
-        if self.thrift is not None and self.policy != "queue-plus-exec":
-            raise ArgumentError(f"thrift is {self.thrift:g}; it is of the policy queue-plus-exec, not of {self.policy}")
+        if self.thrift is not None and self.policy not in _THRIFTY:
+            raise ArgumentError(
+                f"thrift is {self.thrift:g}; it is of the policies {' and '.join(_THRIFTY)}, not of {self.policy}"
+            )
         self._policy()  # checks the thrift
         if self.link_gb_s is not None and not self.link_gb_s > 0:
             raise ArgumentError(f"link_gb_s is {self.link_gb_s}; it must be above 0")
@@ -208,7 +215,7 @@ class Setup:
 
     def _policy(self) -> routing.Policy:
         if self.thrift is not None:
-            return routing.QueuePlusExec(self.thrift)
+            return _THRIFTY[self.policy](self.thrift)
         return POLICIES[self.policy]()
 
     def run(self, told: Callable[[int, float], None] | None = None) -> Measures:

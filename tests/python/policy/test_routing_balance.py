@@ -53,7 +53,8 @@ def test_a_fleet_that_starts_together_has_no_newcomers():
     """All shares are alike, so locality and slack are as in a fleet that has been there for long."""
 
     def chosen(warmup_s):
-        fleet = Fleet(3, balance=Balance(cap=1.0, slack=2.0, idle=0, warmup_s=warmup_s), policy=LongestPrefix())
+        balance = Balance(cap=1.0, slack=2.0, idle=0, warmup_s=warmup_s, half_life_s=30.0)
+        fleet = Fleet(3, balance=balance, policy=LongestPrefix())
         return [fleet.serve(prompt(2)).instance for _ in range(40)]
 
     # 8 s, then 1 s each, while the load is at most a third of it and 2 * 8 s: until it is 25 s.

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from policy.fleet import BLOCK, Fleet, transfer
 
-from kvpool.policy.routing import Kind
+from kvpool.policy.routing import Kind, QueuePlusExec
 
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=5).map(lambda names: np.repeat(np.int32(names), BLOCK))
 
@@ -19,7 +19,9 @@ class BesideANaiveOne(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.fleet = Fleet(0, learn_at="response", transfer=transfer(0.3, latency_s=1.0), ttl_s=None)
+        self.fleet = Fleet(
+            0, policy=QueuePlusExec(), learn_at="response", transfer=transfer(0.3, latency_s=1.0), ttl_s=None
+        )
         self.held: dict[int, set[tuple[int, ...]]] = {}
         self.queues: dict[int, list[list]] = {}  # [ticket, work, begun]
         self.prompts: dict[int, np.ndarray] = {}

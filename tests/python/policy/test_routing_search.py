@@ -11,6 +11,7 @@ from policy.fleet import BLOCK, UnitModel
 from kvpool.policy.routing import (
     Balance,
     GlobalScheduler,
+    KeepHits,
     Kind,
     LeastLoad,
     LongestPrefix,
@@ -19,7 +20,7 @@ from kvpool.policy.routing import (
     choosing,
     search,
 )
-from kvpool.policy.routing.policies import SessionId, first_of
+from kvpool.policy.routing.policies import Ranking, SessionId, first_of
 
 POLICIES = {
     "least load": LeastLoad,
@@ -27,6 +28,7 @@ POLICIES = {
     "queue plus execution": QueuePlusExec,
     "thrifty": lambda: QueuePlusExec(0.5),
     "session": SessionId,
+    "keep hits": KeepHits,
 }
 
 
@@ -50,11 +52,20 @@ class Quarter(Half):
         return 0.5 * super().exec_many_s(tokens, cached)
 
 
-class OfAll:
+class OfAll(Ranking):
     """The policy, asked in the way that looks at all instances."""
+
+    remembers = True
 
     def __init__(self, policy):
         self.policy = policy
+        self.patience = policy.patience
+
+    def ranks(self, session):
+        return False
+
+    def asked(self, asked):
+        self.policy.asked(asked)
 
     def choose(self, view):
         assert view.allowed.any()
@@ -193,7 +204,7 @@ def test_a_large_fleet_is_not_scanned_as_a_whole(monkeypatch):
     views = []
     seen = choosing.view
     monkeypatch.setattr(choosing, "view", lambda *of: views.append(of) or seen(*of))
-    for policy in (LeastLoad, LongestPrefix, QueuePlusExec):
+    for policy in (LeastLoad, LongestPrefix, QueuePlusExec, KeepHits):
         both = Both(policy, Balance(idle=0, warmup_s=0, half_life_s=64.0), 300, [Kind.COLOCATED], [1.0], 0)
         few, _ = both.schedulers
         for at in range(0, 300, 2):
@@ -213,7 +224,7 @@ def test_many_equally_late_instances_are_not_scanned_one_by_one(monkeypatch, hol
     seen, look = choosing.view, search._Search._consider
     monkeypatch.setattr(choosing, "view", lambda *of: views.append(of) or seen(*of))
     monkeypatch.setattr(search._Search, "_consider", lambda *of: looks.append(of) or look(*of))
-    for policy in (LeastLoad, SessionId, QueuePlusExec):
+    for policy in (LeastLoad, SessionId, QueuePlusExec, KeepHits):
         both = Both(policy, Balance(idle=0, warmup_s=0, half_life_s=64.0), 300, [Kind.COLOCATED], [1.0], 0)
         for scheduler in both.schedulers:
             for at in range(holding):

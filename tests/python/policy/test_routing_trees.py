@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from policy.fleet import BLOCK, Fleet, prompt
 
 import kvpool
 from kvpool.index import StoredEvent
-from kvpool.policy.routing import Kind, LongestPrefix
+from kvpool.policy.routing import Kind, LongestPrefix, PromptTree
 
 
 def test_a_tree_learns_at_the_response():
@@ -108,7 +112,83 @@ def test_looking_a_prompt_up_does_not_count_as_a_use():
     for _ in range(7):
         fleet.now += 10
         assert fleet.route(prompt(4)).instance == 1
-    assert fleet.scheduler.expire() == 4
+    assert fleet.scheduler.tree(Kind.COLOCATED).blocks(2) == 0
+
+
+@pytest.mark.parametrize("ask", ["route", "match", "learn"])
+def test_the_time_to_live_acts_by_itself(ask):
+    fleet = Fleet(2, ttl_s=60.0)
+    tree = fleet.scheduler.tree(Kind.COLOCATED)
+    fleet.hold(2, prompt(4))
+    fleet.now += 67.5
+
+    def happens():
+        if ask == "route":
+            assert fleet.route(prompt(4)).holders == ()
+        elif ask == "match":
+            assert len(tree.match(prompt(4))[0]) == 0
+        else:
+            tree.insert(prompt(1, name=9), 1)
+
+    happens()
+    assert tree.blocks(2) == 0
+    fleet.hold(2, prompt(4))
+    fleet.now += 59.0
+    (tree.match if ask == "match" else tree.find)(prompt(4))
+    assert tree.blocks(2) == 4  # not before its time
+
+
+@given(
+    st.sampled_from([8.0, 60.0]),
+    st.lists(
+        st.tuples(st.sampled_from(["learn", "use", "ask", "tell"]), st.integers(0, 3), st.floats(0, 20)), max_size=80
+    ),
+)
+def test_blocks_are_forgotten_in_time_and_not_before(ttl_s, steps):
+    """Beside a list of last uses: kept for the time to live, gone an eighth of it later, and looked for that rarely."""
+    now, used, told = 1000.0, {}, set()
+    tree = PromptTree(BLOCK, lambda: now, ttl_s)
+    searches = []
+    expire = tree._index.expire
+    tree._index = Watched(tree._index, lambda before: searches.append(now) or expire(before))
+    for step, name, seconds in steps:
+        now += seconds
+        if step in ("learn", "use"):
+            tree.insert(prompt(2, name=name), name)
+            used[name] = now
+        elif step == "tell":
+            tree.apply(name, StoredEvent(1, "", prompt(2, name=name), 0, np.empty(0, np.uint64)))
+            told.add(name)
+        else:
+            tree.find(prompt(1, name=name))
+            for each, at in used.items():
+                if each in told or now - at <= ttl_s - 1e-6:
+                    assert tree.blocks(each) == 2
+                elif now - at > ttl_s * (1 + 1 / 8) + 1e-6:
+                    assert tree.blocks(each) == 0
+    assert all(later - at >= ttl_s / 8 - 1e-6 for at, later in itertools.pairwise(searches))
+    assert searches == [] or used
+
+
+class Watched:
+    """An index whose `expire` is another function."""
+
+    def __init__(self, index, expire):
+        self.index, self.expire = index, expire
+
+    def __getattr__(self, name):
+        return getattr(self.index, name)
+
+
+def test_a_tree_that_learns_from_events_alone_never_searches_for_old_blocks():
+    now = 0.0
+    tree = PromptTree(BLOCK, lambda: now, 60.0)
+    tree._index = Watched(tree._index, lambda before: pytest.fail("a look"))
+    for number in range(20):
+        tree.apply(1, StoredEvent(number, "", prompt(2, name=number), 0, np.empty(0, np.uint64)))
+        now += 100.0
+        tree.find(prompt(2, name=number))
+    assert tree.blocks(1) == 40
 
 
 def test_events_of_pools_are_followed_and_outlive_the_time_to_live():

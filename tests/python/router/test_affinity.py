@@ -11,7 +11,7 @@ from router.router_kit import PATIENCE_S, eventually, fakes, httpx, routing
 DOCUMENT = "A long document that many questions are asked about. " * 40
 
 
-@pytest.mark.parametrize("policy", ["longest-prefix", "queue-plus-exec"])
+@pytest.mark.parametrize("policy", ["longest-prefix", "queue-plus-exec", "keep-hits"])
 def test_prompts_that_begin_alike_go_where_they_are_cached(policy):
     with fakes("a", "b", "c") as three, routing(*three, policy=policy, cap=1000, warmup_s=0.0) as running:
         homes = {}

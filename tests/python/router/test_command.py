@@ -131,7 +131,7 @@ def test_a_second_signal_ends_unfinished_requests():
     ("arguments", "message"),
     [
         (["--instances", "x"], "must look like http://127.0.0.1:8001"),
-        (["--instances", "http://127.0.0.1:1", "--policy", "best"], "there are queue-plus-exec"),
+        (["--instances", "http://127.0.0.1:1", "--policy", "best"], "there are keep-hits"),
         (["--instances", "http://127.0.0.1:1", "--profile", "/nowhere"], "No such file"),
         (["--instances", "http://127.0.0.1:1", "--tokenizer", "/nowhere"], "No such file"),
         (["--instances", "http://127.0.0.1:1", "--host", "203.0.113.1"], "cannot listen on 203.0.113.1"),

@@ -95,7 +95,7 @@ def ask(running: Running, fields: dict[str, Any]) -> tuple[str, int]:
     return response.headers["x-kvpool-instance"], int(running.metric("prompt_tokens_cached_total") - before)
 
 
-@pytest.mark.parametrize("policy", ["longest-prefix", "queue-plus-exec"])
+@pytest.mark.parametrize("policy", ["longest-prefix", "queue-plus-exec", "keep-hits"])
 def test_a_chat_goes_to_the_instance_that_has_it_cached_by_its_own_events(policy):
     with fakes("a", "b") as two, caches("a", "b") as cached, followed(two, cached, policy=policy) as running:
         for number, name in enumerate("babba"):

@@ -39,7 +39,7 @@ def refused(capsys, *arguments):
 def test_the_output_is_a_table(capsys):
     assert cli.main(QUICK) == 0
     out = capsys.readouterr().out
-    for text in ("chat", "queue-plus-exec", "hits", "TTFT", "TPOT", "JCT", "llama-3-8b on A100-80GB"):
+    for text in ("chat", "keep-hits", "hits", "TTFT", "TPOT", "JCT", "llama-3-8b on A100-80GB"):
         assert text in out
 
 
@@ -177,7 +177,7 @@ def test_the_routers_options_change_what_it_does(capsys):
         asked(capsys, *busy, *options)["runs"][0] for options in ([], ["--ttl", "0.5"], ["--thrift", "50"])
     )
     assert all(run["ttft_s"] != plain["ttft_s"] for run in others)
-    same = asked(capsys, *busy, "--ttl", "300", "--cap", "2", "--thrift", "0")["runs"][0]
+    same = asked(capsys, *busy, "--ttl", "300", "--cap", "1.2", "--thrift", "7")["runs"][0]
     assert same == plain
 
 

@@ -15,11 +15,12 @@ from kvpool.cluster.event_endpoints import check_event_endpoint
 from kvpool.control.reading.prompts import INLINE_BYTES
 from kvpool.control.router.budget import STREAM_BYTES, Budget
 from kvpool.errors import ArgumentError
-from kvpool.policy.routing import LeastLoad, LongestPrefix, Policy, QueuePlusExec, SessionId
+from kvpool.policy.routing import Balance, KeepHits, LeastLoad, LongestPrefix, Policy, QueuePlusExec, SessionId
 
 __all__ = ["POLICIES", "ClusterSettings", "EventsSpec", "HealthSettings", "InstanceSpec", "RouterSettings"]
 
 POLICIES: Final[Mapping[str, Callable[[], Policy]]] = {
+    "keep-hits": KeepHits,
     "queue-plus-exec": QueuePlusExec,
     "longest-prefix": LongestPrefix,
     "session-id": SessionId,
@@ -231,7 +232,7 @@ class RouterSettings:
 
     instances: tuple[InstanceSpec, ...]
     cluster: ClusterSettings | None = None
-    policy: str = "queue-plus-exec"
+    policy: str = "keep-hits"
     host: str = "127.0.0.1"
     port: int = 8000
     tls_cert: Path | None = None
@@ -268,8 +269,8 @@ class RouterSettings:
     deadline_s: float = 3600.0
     shutdown_timeout_s: float = 30.0
     ttl_s: float = 300.0
-    cap: float = 2.0
-    idle: float = 0.2
+    cap: float = Balance.cap
+    idle: float = Balance.idle
     warmup_s: float = 60.0
     tree_blocks_max: int = 1 << 20
 

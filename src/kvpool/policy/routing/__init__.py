@@ -10,17 +10,29 @@ scheduler.finished(decision.ticket, output)
 """
 
 from kvpool.policy.routing.balance import Balance
-from kvpool.policy.routing.policies import LeastLoad, LongestPrefix, Policy, QueuePlusExec, Ranking, SessionId, View
+from kvpool.policy.routing.keeping import KeepHits
+from kvpool.policy.routing.policies import (
+    Asked,
+    LeastLoad,
+    LongestPrefix,
+    Policy,
+    QueuePlusExec,
+    Ranking,
+    SessionId,
+    View,
+)
 from kvpool.policy.routing.scheduler import GlobalScheduler, TransferModel
 from kvpool.policy.routing.tree import PromptTree
 from kvpool.policy.routing.types import Decision, Fetch, Holder, Kind, Request
 
 __all__ = [
+    "Asked",
     "Balance",
     "Decision",
     "Fetch",
     "GlobalScheduler",
     "Holder",
+    "KeepHits",
     "Kind",
     "LeastLoad",
     "LongestPrefix",

@@ -25,20 +25,21 @@ class Balance:
         patience: How long a request may wait for a busy instance while another one is idle, as a multiple of the time
             that the idle one takes longer to compute the prompt, because it holds less of it. At 1, no request waits
             longer than computing the prefix again takes. Infinite switches the rule off, as in the papers' policies.
+            None: as the policy says, which is 1 for all but `KeepHits`.
     """
 
-    cap: float = 2.0
+    cap: float = 1.2
     slack: float = 1.0
-    idle: float = 0.2
-    half_life_s: float = 30.0
+    idle: float = 0.02
+    half_life_s: float = 120.0
     warmup_s: float = 60.0
     warmup_floor: float = 0.1
-    patience: float = 1.0
+    patience: float | None = None
 
     def __post_init__(self) -> None:
         if not (self.cap >= 1 and self.slack >= 0 and self.half_life_s > 0 and self.warmup_s >= 0):
             raise ArgumentError(f"cap at least 1, slack and warmup_s at least 0, half_life_s above 0: {self}")
         if not 0 < self.warmup_floor <= 1 or not 0 <= self.idle <= 1:
             raise ArgumentError(f"warmup_floor above 0 and idle at least 0, both at most 1: {self}")
-        if not self.patience >= 0:
+        if self.patience is not None and not self.patience >= 0:
             raise ArgumentError(f"patience is {self.patience}; it must be at least 0")

@@ -5,6 +5,8 @@ instance is idle, a busy one is eligible only if waiting for it costs no more th
 
     backlog there <= patience * (execution on the idle one - execution there)
 
+`patience` is the balance's, or the policy's own where the balance leaves it open.
+
 That holds for every policy, for sessions too. Backlogs are in seconds (tokens, for instances that decode), so the bound
 is a time, however loaded the other instances are. The load cap comes second: if it forbids every instance that this
 rule allows, the request ignores it.
@@ -19,7 +21,7 @@ import numpy as np
 
 from kvpool.policy.routing.candidates import FEW, Candidates, Values
 from kvpool.policy.routing.load import LoadTable
-from kvpool.policy.routing.policies import Policy, Ranking, View
+from kvpool.policy.routing.policies import Asked, Policy, Ranking, View
 from kvpool.policy.routing.search import find_best
 from kvpool.policy.routing.waiting import Wait
 
@@ -27,7 +29,13 @@ __all__ = ["choose", "view"]
 
 
 def choose(
-    policy: Policy, table: LoadTable, found: Candidates, exec_s: Sequence[Values], now: float, session: str | None
+    policy: Policy,
+    table: LoadTable,
+    found: Candidates,
+    exec_s: Sequence[Values],
+    now: float,
+    session: str | None,
+    asked: Asked | None = None,
 ) -> int:
     """The slot of the instance that gets a request.
 
@@ -38,17 +46,28 @@ def choose(
         exec_s: The time of the prompt for each model and each of `found.lengths`; the load cap uses the largest.
         now: Seconds.
         session: The request's.
+        asked: The prompt, for a policy that asks; None for none.
     """
+    patience = _patience(policy, table)
+    if asked is not None and isinstance(policy, Ranking):
+        policy.asked(asked)
     if isinstance(policy, Ranking) and policy.ranks(session):
         slot = _find(policy, table, found, exec_s, now, session)
         if slot is not None:
             policy.sent(session, table.id_of(slot))
             return slot
-    return policy.choose(view(table, found, exec_s, now, session))
+    return policy.choose(view(table, found, exec_s, now, session, patience))
 
 
-def view(table: LoadTable, found: Candidates, exec_s: Sequence[Values], now: float, session: str | None) -> View:
-    """All instances, for a policy that has to see them all. Arguments as for `choose`."""
+def view(
+    table: LoadTable,
+    found: Candidates,
+    exec_s: Sequence[Values],
+    now: float,
+    session: str | None,
+    patience: float,
+) -> View:
+    """All instances, for a policy that has to see them all. Arguments as for `choose`; `patience` as in Balance."""
     spread = found.spread(exec_s[0])
     for number, other in enumerate(exec_s[1:], start=1):
         spread = np.where(table.models == number, found.spread(other), spread)
@@ -56,8 +75,8 @@ def view(table: LoadTable, found: Candidates, exec_s: Sequence[Values], now: flo
     load, backlog = table.load(now), table.backlog(now)
     is_open, allowed = table.is_open, table.may_get_more(load, now, _most(exec_s))
     idle = table.is_idle()
-    if idle.any() and table.balance.patience != inf:
-        wait = Wait(table.balance.patience, float(spread[idle].min()))
+    if idle.any() and patience != inf:
+        wait = Wait(patience, float(spread[idle].min()))
         is_open = is_open & wait.pays_of(backlog, spread)
         allowed = allowed & is_open
         if not allowed.any():
@@ -75,13 +94,15 @@ def _find(
     )
     if slot is None:
         return None
-    wait = _wait_exceeded(table, found, exec_s, slot, now)
+    wait = _wait_exceeded(table, found, exec_s, slot, now, _patience(policy, table))
     return slot if wait is None else find_best(policy, table, found, exec_s, now, work, wait)
 
 
-def _wait_exceeded(table: LoadTable, found: Candidates, exec_s: Sequence[Values], slot: int, now: float) -> Wait | None:
+def _wait_exceeded(
+    table: LoadTable, found: Candidates, exec_s: Sequence[Values], slot: int, now: float, patience: float
+) -> Wait | None:
     """How long the request may wait, if its wait at this instance is longer; else None."""
-    backlog, patience = table.backlog_of(slot, now), table.balance.patience
+    backlog = table.backlog_of(slot, now)
     if backlog <= 0.0 or patience == inf or not table.idle:
         return None
     own_s = exec_s[table.model_of(slot) if len(exec_s) > 1 else 0][found.at(slot)]
@@ -106,6 +127,11 @@ def _has_idle(table: LoadTable, found: Candidates, model: int | None, at: int) -
         slots = found.slots(at)
         some = iter(slots[table.is_idle()[slots]].tolist())
     return any(model is None or table.model_of(slot) == model for slot in some)
+
+
+def _patience(policy: Policy, table: LoadTable) -> float:
+    own = policy.patience if isinstance(policy, Ranking) else Ranking.patience
+    return own if table.balance.patience is None else table.balance.patience
 
 
 def _most(exec_s: Sequence[Values]) -> float:

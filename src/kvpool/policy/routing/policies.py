@@ -12,6 +12,8 @@ the scheduler then calls it for few instances (`kvpool.policy.routing.search`), 
 | SessionId      | yes                      | no                      | at a session's start    |
 | LongestPrefix  | yes                      | yes                     | by the cap (§6)         |
 | QueuePlusExec  | yes                      | yes                     | in what it minimises (eq. 1) |
+
+`KeepHits`, the default, stands in `kvpool.policy.routing.keeping`.
 """
 
 from __future__ import annotations
@@ -25,9 +27,11 @@ import numpy.typing as npt
 
 from kvpool.errors import ArgumentError
 from kvpool.policy.routing.load import Bools, Floats
+from kvpool.policy.routing.tokens import Tokens
 
 __all__ = [
     "TOLERANCE",
+    "Asked",
     "LeastLoad",
     "LongestPrefix",
     "Policy",
@@ -68,6 +72,28 @@ class View(NamedTuple):
     session: str | None
 
 
+class Asked(NamedTuple):
+    """The prompt that is to be placed.
+
+    Attributes:
+        tokens: Token ids.
+        namespace: As in Request.
+        block_tokens: Tokens a block.
+        held: The most tokens of it that an instance holds, whole blocks.
+        uncached_s: Its time on an instance that holds nothing of it.
+        cached_s: Its time on one that holds `held`.
+        instances: How many take requests; at least 1.
+    """
+
+    tokens: Tokens
+    namespace: str
+    block_tokens: int
+    held: int
+    uncached_s: float
+    cached_s: float
+    instances: int
+
+
 class Policy(Protocol):
     """Chooses an instance. Any object with this method is a policy; a `Ranking` decides faster."""
 
@@ -85,14 +111,22 @@ class Ranking:
         minds_cached: Whether the rank of an instance depends on its cached tokens and its execution time. If not, the
             search skips the instances that hold a part of the prompt. True for a class that defines `rank`, unless the
             class sets it.
+        remembers: Whether it learns from the requests that it places: then one object is for one kind of decision.
+        patience: How long a request may wait while an instance is idle, where the balance does not say it
+            (`Balance.patience`).
     """
 
     minds_cached: ClassVar[bool] = True
+    remembers: ClassVar[bool] = False
+    patience: float = 1.0
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "rank" in vars(cls) and "minds_cached" not in vars(cls):
             cls.minds_cached = True  # regardless of the base class
+
+    def asked(self, asked: Asked) -> None:
+        """Called with each prompt before instances are ranked for it."""
 
     def rank(self, backlog: Any, load: Any, cached: Any, exec_s: Any) -> tuple[Any, ...]:
         """The rank: the instance with the least first figure wins; among equals, the one with the least second; etc.
@@ -192,6 +226,7 @@ class SessionId(Ranking):
     """
 
     minds_cached = False
+    remembers = True
 
     def __init__(self, first: Literal["least-load", "hash"] = "least-load", sessions_max: int = 1_000_000) -> None:
         if first not in ("least-load", "hash") or sessions_max < 1:

@@ -20,8 +20,9 @@ from kvpool.policy.cost import CostModel, KVTransfer
 from kvpool.policy.routing.balance import Balance
 from kvpool.policy.routing.candidates import Candidates
 from kvpool.policy.routing.choosing import choose
+from kvpool.policy.routing.keeping import KeepHits
 from kvpool.policy.routing.load import LoadTable
-from kvpool.policy.routing.policies import LongestPrefix, Policy, QueuePlusExec, Ranking
+from kvpool.policy.routing.policies import Asked, LongestPrefix, Policy, Ranking
 from kvpool.policy.routing.predictions import Models, Times
 from kvpool.policy.routing.tokens import Tokens, as_array, checked
 from kvpool.policy.routing.tree import BLOCKS_MAX, PromptTree
@@ -60,14 +61,15 @@ class GlobalScheduler:
     Args:
         model: Predicts prefills; `add_instance` may name another one for an instance.
         clock: Seconds from any start: time.monotonic, or the simulator's.
-        policy: Chooses the instance that computes the prompt; eq. 1 by default.
+        policy: Chooses the instance that computes the prompt; `KeepHits()` by default.
         decode_policy: Chooses the instance that decodes after a prefill-only instance; the longest prefix by default.
-            Not the same object as `policy` if that remembers what was sent where, as `SessionId` does.
+            Not the same object as `policy` if that remembers what was sent where, as `SessionId` and `KeepHits` do.
         transfer: The cost of moving KV between instances; None if they cannot, and then nothing is fetched.
         ttl_s: How long the trees keep a prefix that they did not learn from events; None: forever.
         balance: Load cap and newcomers.
         learn_at: When the trees learn that an instance holds a prompt: at its "response", as in §6, or at its
-            "dispatch", so that the same prompt a moment later follows it into the same queue.
+            "dispatch", so that the same prompt a moment later follows it into the same queue. An instance that
+            reports by events is believed to hold a prompt from its dispatch on, too, until an event says otherwise.
         holders_max: How many instances that hold more a decision lists.
         blocks_max: Blocks in the prompt tree of each kind of instance; the least recently used are forgotten. None for
             no bound.
@@ -94,12 +96,13 @@ class GlobalScheduler:
         if policy is not None and policy is decode_policy and _remembers(policy):
             raise ArgumentError(f"policy and decode_policy are one {type(policy).__name__}, which is for one of them")
         self._clock = clock
-        self._policy = policy or QueuePlusExec()
+        self._policy = policy or KeepHits()
         self._decode_policy = decode_policy or LongestPrefix()
         self._transfer = transfer
         self._learn_at_dispatch = learn_at == "dispatch"
         self._holders_max = holders_max
         self._models = Models(model)
+        self._block_tokens = model.block_tokens
         self._trees = {kind: PromptTree(model.block_tokens, clock, ttl_s, blocks_max) for kind in Kind}
         self._prefill = LoadTable(balance or Balance(), drains=True)
         self._decode = LoadTable(balance or Balance(), drains=False)
@@ -185,7 +188,7 @@ class GlobalScheduler:
         self._trees[self._known(instance).kind].forget(instance)
 
     def expire(self) -> int:
-        """Forgets what is older than ttl_s, in all trees: call it every few seconds. Returns the blocks."""
+        """Forgets what is older than ttl_s, in all trees, now; they do so by themselves. Returns the blocks."""
         return sum(tree.expire() for tree in self._trees.values())
 
     @property
@@ -217,7 +220,17 @@ class GlobalScheduler:
         found = self._find(table, tokens, request.namespace, Kind.COLOCATED, Kind.PREFILL)
         # The time of a prompt depends on the instance's model and on how much it holds: few of either.
         times = [Times(model, len(tokens), found.lengths) for model in self._models]
-        slot = choose(self._policy, table, found, times, now, request.session)
+        held, fleets = found.lengths[0], times[0]
+        asked = Asked(
+            tokens,
+            request.namespace,
+            self._block_tokens,
+            held,
+            fleets.of(0),
+            fleets.of(held),
+            len(table) - table.closed,
+        )
+        slot = choose(self._policy, table, found, times, now, request.session, asked)
         instance, cached = table.id_of(slot), found.lengths[found.at(slot)]
         own = times[table.model_of(slot)]
         exec_s, model = own.of(cached), own.model
@@ -382,5 +395,5 @@ class GlobalScheduler:
 
 
 def _remembers(policy: Policy) -> bool:
-    """Whether the policy learns where requests go and may route the next ones accordingly."""
-    return isinstance(policy, Ranking) and type(policy).sent is not Ranking.sent
+    """Whether the policy learns from requests and may route the next ones accordingly."""
+    return isinstance(policy, Ranking) and (policy.remembers or type(policy).sent is not Ranking.sent)

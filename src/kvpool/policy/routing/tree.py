@@ -5,10 +5,13 @@ A tree learns in two ways, and each instance in its own:
   - From the KV events of the instance's pool. The tree applies every event, so its entries last until an event removes
     them.
   - From responses that pass the router. The router does not learn of evictions, so the tree forgets blocks that the
-    instance has not used for `ttl_s`.
+    instance has not used for `ttl_s`, or an eighth of it longer.
 
 A lookup does not count as a use, because only one of the holders will serve the prompt, and the others may have evicted
 it long ago. Sending the prompt to an instance counts as a use there.
+
+It does so by itself when it is asked or learns. Then it looks at all of its blocks, at most eight times in `ttl_s`: a
+block is looked at nine times after its last use, which is little beside learning it.
 
 However it learns, a tree has at most `blocks_max` blocks: beyond them it forgets the least recently matched or learnt
 ones of any instance, ends of prompts first. If it forgets blocks of an instance that reports by events, it learns them
@@ -34,6 +37,8 @@ Ints = npt.NDArray[np.int64]
 BLOCKS_MAX: Final = 1 << 24  # with blocks of 16 tokens these take 1 GiB, and holders more
 
 _SECOND = 1_000_000_000  # the index counts in whole numbers
+_LOOKS: Final = 8  # for blocks to forget, in the time to live
+_NEVER: Final = 1 << 63
 
 
 class PromptTree:
@@ -58,6 +63,8 @@ class PromptTree:
         self.block_tokens = block_tokens
         self.ttl_s = ttl_s
         self._clock = clock
+        self._ttl = None if ttl_s is None else int(ttl_s * _SECOND)
+        self._look_at = _NEVER  # when blocks may be too old; _NEVER while it has learnt nothing that gets old
         self._index = InstanceIndex(block_tokens, blocks_max)
 
     def __len__(self) -> int:
@@ -71,15 +78,21 @@ class PromptTree:
 
     def match(self, tokens: TokenVector, namespace: str = "") -> tuple[Ints, Ints]:
         """The instances that hold the first block of a prompt, and how many tokens of it each holds: longest first."""
+        self._expire_if_due(self._now())
         return self._index.match_arrays(tokens, None, namespace)
 
     def find(self, tokens: TokenVector, namespace: str = "") -> InstanceHits:
         """As match; the answer says how much one instance holds, and which instances hold a given length."""
+        self._expire_if_due(self._now())
         return self._index.find(tokens, namespace)
 
     def insert(self, tokens: TokenVector, instance: int, namespace: str = "") -> int:
         """Notes for `ttl_s` that the instance holds the prompt, or soon will. Returns how many blocks are new."""
-        return self._index.insert(tokens, instance, self._now(), namespace)
+        now = self._now()
+        if self._ttl is not None and self._look_at == _NEVER:
+            self._look_at = now + self._ttl
+        self._expire_if_due(now)
+        return self._index.insert(tokens, instance, now, namespace)
 
     def apply(self, instance: int, event: StoredEvent | RemovedEvent | MovedEvent) -> None:
         """Applies an event of the instance's pool."""
@@ -94,14 +107,14 @@ class PromptTree:
         return self._index.remove_instance(instance)
 
     def expire(self) -> int:
-        """Forgets what is older than `ttl_s`. Looks at every node: call it now and then, not for each request.
+        """Forgets what is older than `ttl_s`, now. The tree does so by itself.
+
+        A caller that does it while it has nothing else to do spares a request the look at every block.
 
         Returns:
             Blocks that were forgotten, each counted once for every instance that held it.
         """
-        if self.ttl_s is None:
-            return 0
-        return self._index.expire(max(0, self._now() - int(self.ttl_s * _SECOND)))
+        return 0 if self._ttl is None else self._expire(self._now(), self._ttl)
 
     def blocks(self, instance: int) -> int:
         """Blocks that the instance holds."""
@@ -110,6 +123,15 @@ class PromptTree:
     def audit(self) -> None:
         """Checks the invariants of the index; raises AuditError when one is broken."""
         self._index.audit()
+
+    def _expire_if_due(self, now: int) -> None:
+        if now >= self._look_at and self._ttl is not None:
+            self._expire(now, self._ttl)
+
+    def _expire(self, now: int, ttl: int) -> int:
+        if self._look_at != _NEVER:
+            self._look_at = now + max(1, ttl // _LOOKS)  # before the look: another thread need not look as well
+        return self._index.expire(max(0, now - ttl))
 
     def _now(self) -> int:
         return max(0, int(self._clock() * _SECOND))
