@@ -89,7 +89,9 @@ TEST_CASE("a fetch with a checksum ends when the content has been compared, and 
   }
 }
 
-TEST_CASE("the destinations of a fetch that could not be asked for are the caller's at once, whoever still has it") {
+TEST_CASE(
+    "the destinations of a fetch that could not be asked for are free for the caller at once, also while another "
+    "thread has the fetch") {
   SessionKit kit;
   const FetchRequest request = fetch_for(kit, 2);
   const auto fetch = std::make_shared<Fetch>(kit.session, kFetchBit | 9, request, /*frees_on_failure=*/true);

@@ -71,8 +71,8 @@ KeyedIndex::Hit KeyedCache::match(const std::byte* keys, std::size_t n, bool eve
   return hit;
 }
 
-// What a peer asks for is no use of this pool's application. And a closed cache is one that is not there: the peer would
-// hear kClosed as the loss of this pool.
+// What a peer asks for is no use of this pool's application. And a closed cache is one that is not there: the peer
+// would hear kClosed as the loss of this pool.
 KeyedIndex::Hit KeyedCache::match_for_peer(const std::byte* keys, std::size_t n, bool every,
                                            std::vector<KeyedEntry*>& pins, Address* addresses, bool* stored) {
   pool_->guard();

@@ -89,8 +89,8 @@ class PeerCalls final : public std::enable_shared_from_this<PeerCalls> {
   std::uint32_t pending() const;
   // Whether the link has ended, or is about to: no call is made or begins to be served any more.
   bool ended() const noexcept { return ended_.load(); }
-  // Whether a caller may have been told kPeerLost. Beside ended(): the link takes no message any more, and end() has not
-  // been called yet; or the peer has refused a call with this, since its content is gone.
+  // Whether a caller may have been told kPeerLost. Beside ended(): the link takes no message any more, and end() has
+  // not been called yet; or the peer has refused a call with this, since its content is gone.
   bool told_lost() const noexcept { return ended() || told_lost_.load(); }
 
   // --- what arrives ---
