@@ -202,13 +202,13 @@ def test_contradictory_limits_are_refused(wrong):
 
 def test_probes_go_on_while_the_router_is_busy(monkeypatch):
     """Its event loop stands still for longer than a probe may take, and no instance is blamed for that."""
-    health = HealthSettings(interval_s=0.05, timeout_s=4.0, fails=1, passes=1, backoff_s=30.0, backoff_max_s=30.0)
+    health = HealthSettings(interval_s=0.05, timeout_s=2.2, fails=1, passes=1, backoff_s=30.0, backoff_max_s=30.0)
     asked, stood = [], []
     with processes("a") as one, routing(*one, health=health) as running:
         loop, probe = running.router._probing._home, Prober.probe
 
         def stand_still() -> None:
-            time.sleep(4.3)
+            time.sleep(2.5)
             stood.append(1)
 
         async def probed(self: Prober, path: str) -> str | None:
