@@ -147,7 +147,7 @@ docs: $(DONE)/module-tests $(DONE)/package-dev ## the documentation site in buil
 TEST_STEPS := set-up style types python-and-builds cpp-test
 # Continuous integration compiles the C++ tests for both sanitizers instead. Without one it runs what they leave out. It
 # installs inference engines, too: gigabytes, and minutes.
-CI_STEPS := set-up style types cpp-plain python-and-builds asan-and-environments tsan-and-engines
+CI_STEPS := set-up style types cpp-plain python-and-builds asan-and-environments tsan test-engines
 # What each of the two must have reported when it ends.
 PYTHON_REPORTS := python.xml python-waiting.xml python-alone.xml
 TEST_REPORTS := $(PYTHON_REPORTS) cpp-test
@@ -285,15 +285,6 @@ engine-environments: $(VLLM_VENV)/done $(SGLANG_VENV)/done
 .PHONY: asan-and-environments
 asan-and-environments: build/asan $(DONE)/package-dev
 	@$(MAKE) --no-print-directory -j2 asan engine-environments
-
-# An engine computes with one thread, and waits for others: ThreadSanitizer's tests use what it leaves.
-.PHONY: tsan-and-engines
-tsan-and-engines: build/tsan $(DONE)/package-dev engine-environments
-	@$(MAKE) --no-print-directory -j2 test-engines tsan-aside
-
-.PHONY: tsan-aside
-tsan-aside:
-	@nice -n 15 $(MAKE) --no-print-directory tsan
 
 # tsan has the tests whose files start threads or use an executor; tsan-all has all.
 .PHONY: build/asan build/tsan build/tsan-all

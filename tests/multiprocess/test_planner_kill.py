@@ -126,9 +126,11 @@ def test_another_member_plans_when_the_planner_is_killed(town, phase):
     town.go("d")
     town.await_another_planner()
     town.finish("bcd", "bcd")
-    heard = "bc" if phase == "told" else ""
+    # What a dead planner has told is there until its lease is over: d, which reads it now, may be early enough.
+    heard, perhaps = ("bc", "d") if phase == "told" else ("", "")
     for name in "bcd":
-        assert any(number in town.made("a") for number in town.accepted(name)) == (name in heard)
+        if name not in perhaps:
+            assert any(number in town.made("a") for number in town.accepted(name)) == (name in heard)
 
 
 @pytest.mark.parametrize("phase", PHASES)

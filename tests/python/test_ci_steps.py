@@ -20,12 +20,10 @@ def test_make_test_compiles_the_cpp_tests_once():
     """In the build of the module. Continuous integration compiles them for both sanitizers, where all of them run."""
     steps, in_ci = set(makefile("TEST_STEPS").split()), set(makefile("CI_STEPS").split())
     assert "cpp-test" in steps
-    sanitized = {"asan", "asan-and-environments", "tsan", "tsan-and-engines", "tsan-all"}
+    sanitized = {"asan", "asan-and-environments", "tsan", "tsan-all"}
     assert not (sanitized | {"cpp-release", "long-forms", "planted"}) & steps
-    assert {"asan-and-environments", "tsan-and-engines", "cpp-plain"} <= in_ci
+    assert {"asan-and-environments", "tsan", "cpp-plain"} <= in_ci
     assert "-j2 asan engine-environments" in recipe_of("asan-and-environments")
-    assert "-j2 test-engines tsan-aside" in recipe_of("tsan-and-engines")
-    assert "nice -n 15 $(MAKE) --no-print-directory tsan" in recipe_of("tsan-aside")  # the engines have deadlines
     assert not {"cpp-test", "cpp-release", "tsan-all", "long-forms", "planted"} & in_ci
     assert {"cpp-release", "tsan-all", "long-forms", "planted"} <= set(makefile("LONG_STEPS").split())
     assert "KVPOOL_ONLY_THREADS" not in makefile("SANITIZER_asan")  # it runs all
@@ -46,7 +44,6 @@ def test_a_run_must_have_the_reports_of_its_steps_and_no_others(kind):
     parts = {
         "python-and-builds": ["python-test"],
         "asan-and-environments": ["asan"],
-        "tsan-and-engines": ["test-engines", "tsan"],
     }
     steps = makefile(f"{kind}_STEPS").split()
     recipes = [recipe_of(part) for step in steps for part in parts.get(step, [step])]
@@ -58,7 +55,7 @@ def test_a_run_must_have_the_reports_of_its_steps_and_no_others(kind):
 
 
 def test_continuous_integration_runs_the_engines_in_their_own_environments():
-    assert "tsan-and-engines" in makefile("CI_STEPS").split()
+    assert "test-engines" in makefile("CI_STEPS").split()
     assert "engines" not in makefile("TEST_STEPS"), "nobody who runs `make test` wants gigabytes of engines"
     assert 'STEPS="$(if $(KVPOOL_CI),$(CI_STEPS),$(TEST_STEPS))"' in recipe_of("test")
     assert "export KVPOOL_CI=1" in (ROOT / ".ci" / "run").read_text()
