@@ -10,8 +10,8 @@ A tree learns in two ways, and each instance in its own:
 A lookup does not count as a use, because only one of the holders will serve the prompt, and the others may have evicted
 it long ago. Sending the prompt to an instance counts as a use there.
 
-It does so by itself when it is asked or learns. Then it looks at all of its blocks, at most eight times in `ttl_s`: a
-block is looked at nine times after its last use, which is little beside learning it.
+The tree forgets old blocks by itself, when it is asked or learns. It looks at all of its blocks then, at most eight
+times in `ttl_s`: at each about nine times after its last use, which is little beside learning it.
 
 However it learns, a tree has at most `blocks_max` blocks: beyond them it forgets the least recently matched or learnt
 ones of any instance, ends of prompts first. If it forgets blocks of an instance that reports by events, it learns them
