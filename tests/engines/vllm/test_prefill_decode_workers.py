@@ -136,6 +136,7 @@ def test_when_a_worker_of_the_sender_is_killed_the_prompt_is_computed(engines):
     assert time.monotonic() - began < 25  # not the deadline
     assert answer["cached"] == 0
     assert close(answer, cold)
+    assert "computes its prompt: two, which announced it, " in one.log()  # kvpool's warnings are in vLLM's log
     forget_all(one)
     for params in ({"kvpool": {"to": "two"}}, told):
         again = one.ask(prompt(200, seed=11), params=params)

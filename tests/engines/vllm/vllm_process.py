@@ -44,7 +44,7 @@ def installed(folder: Path) -> Path:
     info = folder / "kvpool-0.0.0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvpool\nVersion: 0.0.0\n")
-    (info / "entry_points.txt").write_text(f"[{group}]\n{lines}")
+    (info / "entry_points.txt").write_text(f"[{group}]\n{lines}yielding = yielding:register\n")
     return folder
 
 

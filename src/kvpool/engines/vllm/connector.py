@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import vllm
 
+from kvpool.engines.logs import log_as
 from kvpool.engines.versions import check_version
 from kvpool.engines.vllm import TESTED
 
@@ -86,6 +87,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        log_as("vllm")  # which vLLM has configured by now
         transfer = self._kv_transfer_config
         parallel = vllm_config.parallel_config
         self._engine_id: str = transfer.engine_id

@@ -19,6 +19,7 @@ import vllm
 
 from kvpool import _core
 from kvpool.engines import guarding
+from kvpool.engines.logs import log_as
 from kvpool.engines.versions import check_version
 from kvpool.engines.vllm import TESTED
 
@@ -86,6 +87,7 @@ class KvpoolTier(SecondaryTierManager):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        log_as("vllm")
         self.locality = Locality.LOCAL
         view = primary_kv_view
         if view.ndim != 2 or view.itemsize != 1 or not view.c_contiguous:

@@ -1,0 +1,26 @@
+"""Where an engine logs, kvpool logs too: its users configure the engine's log, and look there."""
+
+from __future__ import annotations
+
+import logging
+
+__all__ = ["log_as"]
+
+
+def log_as(engine: str, ours: str = "kvpool") -> None:
+    """Gives kvpool's messages to the handlers of an engine's logger, at its level.
+
+    Changes nothing where the application has said what becomes of kvpool's messages: by a handler or a level of
+    kvpool's logger, or by a handler of the root logger, which gets them anyway. Any thread may call, and again.
+
+    Args:
+        engine: The name of the engine's logger.
+        ours: The name of kvpool's.
+    """
+    own, engines = logging.getLogger(ours), logging.getLogger(engine)
+    said = [handler for handler in own.handlers if not isinstance(handler, logging.NullHandler)]
+    if said or own.level or logging.getLogger().handlers:
+        return
+    for handler in engines.handlers:
+        own.addHandler(handler)
+    own.setLevel(engines.level)

@@ -1,0 +1,92 @@
+"""kvpool's messages in an engine's log."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import pytest
+
+from kvpool.engines.logs import log_as
+
+
+class Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+@dataclass
+class Loggers:
+    """An engine's logger with a handler, as vLLM's, and one that is silent, as kvpool's."""
+
+    engine: logging.Logger
+    own: logging.Logger
+    kept: Kept
+
+    def log_as(self) -> None:
+        log_as(self.engine.name, self.own.name)
+
+    def told(self, level: int = logging.WARNING) -> list[str]:
+        """What is in the engine's log when a module of ours has said something."""
+        logging.getLogger(f"{self.own.name}.module").log(level, "something")
+        return self.kept.messages
+
+
+@pytest.fixture
+def loggers(request):
+    engine, own = (logging.getLogger(f"{request.node.name}-{which}") for which in ("engine", "own"))
+    made = Loggers(engine, own, Kept())
+    engine.propagate = False
+    engine.handlers = [made.kept]
+    engine.setLevel(logging.INFO)
+    own.handlers = [logging.NullHandler()]
+    return made
+
+
+@pytest.fixture
+def root(monkeypatch):
+    """The handlers of the root logger; a test begins by emptying them, since pytest adds some after its fixtures."""
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", list(root.handlers))
+    return root.handlers
+
+
+def test_messages_go_where_the_engines_go_and_once(loggers, root):
+    root.clear()
+    assert loggers.told() == []
+    for _ in range(2):
+        loggers.log_as()
+    assert loggers.told() == ["something"]
+
+
+def test_the_engines_level_is_ours(loggers, root):
+    root.clear()
+    loggers.log_as()
+    assert loggers.told(logging.DEBUG) == []
+    assert loggers.told(logging.INFO) == ["something"]
+
+
+@pytest.mark.parametrize("who", ["a handler of ours", "a level of ours", "a handler of all"])
+def test_what_the_application_has_said_stays(loggers, root, who):
+    root.clear()
+    if who == "a handler of ours":
+        loggers.own.addHandler(Kept())
+    elif who == "a level of ours":
+        loggers.own.setLevel(logging.ERROR)
+    else:
+        root.append(Kept())
+    before = loggers.own.level, list(loggers.own.handlers)
+    loggers.log_as()
+    assert (loggers.own.level, loggers.own.handlers) == before
+    assert loggers.told() == []
+
+
+def test_an_engine_that_logs_nowhere_makes_nothing_of_it(loggers, root):
+    root.clear()
+    loggers.engine.handlers = []
+    loggers.log_as()
+    assert [type(handler) for handler in loggers.own.handlers] == [logging.NullHandler]
