@@ -29,8 +29,9 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "router",
         help="route requests of OpenAI's API to instances",
-        description="HTTP in front of OpenAI-compatible instances. Sends each prompt where it is computed first, "
-        "watches their health, and retries requests that fail before their first byte. Needs the extra kvpool[router].",
+        description="HTTP in front of OpenAI-compatible instances. Sends each prompt to an instance that has much of "
+        "it cached and computes the rest soon, watches their health, and retries requests that fail before their first "
+        "byte. Needs the extra kvpool[router].",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     options = Options(parser)

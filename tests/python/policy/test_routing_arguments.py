@@ -211,3 +211,19 @@ def test_policies_that_remember_sessions_do_so_for_one_use():
         chosen = decision.instance, decision.decode
         assert sent.setdefault(f"s{turn % 3}", chosen) == chosen
     assert len(set(sent.values())) == 3
+
+
+@pytest.mark.parametrize("decoders", ["none", "closed"])
+def test_a_policy_learns_of_no_request_that_is_refused(decoders):
+    """It would believe that the session has a home, though nothing was computed there."""
+    policy = SessionId()
+    fleet = Fleet(3, Kind.PREFILL, policy=policy)
+    if decoders == "closed":
+        fleet.scheduler.add_instance(9, Kind.DECODE)
+        fleet.scheduler.drain(9)
+    with pytest.raises(StateError, match="decodes what others prefill"):
+        fleet.route(prompt(2), session="s")
+    assert policy.home("s") < 0
+    assert fleet.scheduler.in_flight == 0
+    fleet.scheduler.route(routing.Request(prompt(2), "s"), whole=True)
+    assert policy.home("s") > 0

@@ -115,6 +115,15 @@ def test_looking_a_prompt_up_does_not_count_as_a_use():
     assert fleet.scheduler.tree(Kind.COLOCATED).blocks(2) == 0
 
 
+@pytest.mark.parametrize("ttl_s", [float("inf"), 1e300, None])
+def test_a_time_to_live_without_end(ttl_s):
+    fleet = Fleet(1, ttl_s=ttl_s)
+    fleet.hold(1, prompt(4))
+    fleet.now += 1e12
+    assert fleet.scheduler.expire() == 0
+    assert fleet.route(prompt(4)).cached > 0
+
+
 @pytest.mark.parametrize("ask", ["route", "match", "learn"])
 def test_the_time_to_live_acts_by_itself(ask):
     fleet = Fleet(2, ttl_s=60.0)
@@ -189,6 +198,26 @@ def test_a_tree_that_learns_from_events_alone_never_searches_for_old_blocks():
         now += 100.0
         tree.find(prompt(2, name=number))
     assert tree.blocks(1) == 40
+
+
+def test_a_tree_searches_for_old_blocks_only_while_it_may_have_some():
+    fleet = Fleet(2, ttl_s=60.0)
+    tree = fleet.scheduler.tree(Kind.COLOCATED)
+    searches, index = [], tree._index
+
+    def expire(before):
+        searches.append(before)
+        return index.expire(before)
+
+    tree._index = Watched(index, expire)
+    tree.apply(1, StoredEvent(1, "", prompt(5), 0, np.empty(0, np.uint64)))
+    for _ in range(2):  # what was learnt in between gets old as before
+        fleet.hold(2, prompt(4))
+        for _ in range(40):
+            fleet.now += 10
+            tree.match(prompt(4))
+        assert (tree.blocks(1), tree.blocks(2)) == (5, 0)
+    assert 2 <= len(searches) <= 6
 
 
 def test_events_of_pools_are_followed_and_outlive_the_time_to_live():

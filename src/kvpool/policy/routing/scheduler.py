@@ -20,6 +20,7 @@ from kvpool.policy.cost import CostModel, KVTransfer
 from kvpool.policy.routing.balance import Balance
 from kvpool.policy.routing.candidates import Candidates
 from kvpool.policy.routing.choosing import choose
+from kvpool.policy.routing.claims import Claims
 from kvpool.policy.routing.keeping import KeepHits
 from kvpool.policy.routing.load import LoadTable
 from kvpool.policy.routing.policies import Asked, LongestPrefix, Policy, Ranking
@@ -52,7 +53,6 @@ class _InFlight:
     decode: int | None
     decode_incarnation: int | None
     decode_work: int | None
-    learnt_from: int | None  # the first block that the instance was said to hold before it was so
 
 
 class GlobalScheduler:
@@ -109,6 +109,7 @@ class GlobalScheduler:
         self._instances: dict[int, _Instance] = {}
         self._kinds = dict.fromkeys(Kind, 0)  # how many there are
         self._in_flight: dict[int, _InFlight] = {}
+        self._claims = Claims(model.block_tokens)
         self._tickets = count(1)
         self._incarnations = count(1)
 
@@ -217,6 +218,9 @@ class GlobalScheduler:
         table = self._prefill
         if table.closed == len(table):
             raise StateError(f"none of {len(table)} instances takes prompts")
+        decoders_open = len(self._decode) > self._decode.closed
+        if not (whole or decoders_open or self._kinds[Kind.COLOCATED]):  # before the policy learns of the request
+            raise StateError(f"none of {len(self._decode)} instances decodes what others prefill")
         found = self._find(table, tokens, request.namespace, Kind.COLOCATED, Kind.PREFILL)
         # The time of a prompt depends on the instance's model and on how much it holds: few of either.
         times = [Times(model, len(tokens), found.lengths) for model in self._models]
@@ -258,18 +262,19 @@ class GlobalScheduler:
         # From here on the request is under way.
         decode_work = None if decode is None else self._decode.assign(self._decode.slot(decode), len(tokens), now)
         work = table.assign(slot, occupied_s, now)
-        learnt = self._learn_dispatched(tokens, request.namespace, instance) if self._learn_at_dispatch else None
-        ticket = next(self._tickets)
+        ticket, known = next(self._tickets), self._instances[instance]
+        if self._learn_at_dispatch:
+            tree = self._trees[known.kind]
+            self._claims.add(tree, tokens, request.namespace, instance, known.incarnation, ticket)
         self._in_flight[ticket] = _InFlight(
             tokens,
             request.namespace,
             instance,
-            self._instances[instance].incarnation,
+            known.incarnation,
             work,
             decode,
             None if decode is None else self._instances[decode].incarnation,
             decode_work,
-            learnt,
         )
         return Decision(ticket, instance, cached, tuple(holders), fetch, queue_s, spent_s, decode, decode_cached)
 
@@ -278,6 +283,7 @@ class GlobalScheduler:
         flight = self._flight(ticket)
         if flight.work is not None:
             self._prefill.finish(flight.instance, flight.work, self._clock())
+            self._claims.computed(flight.incarnation, ticket)
             flight.work = None
 
     def finished(self, ticket: int, output: TokenVector = ()) -> None:
@@ -305,16 +311,16 @@ class GlobalScheduler:
     def failed(self, ticket: int) -> None:
         """Reports that the request will not be served. Unless its prompt was computed, the trees forget it.
 
-        Of an instance whose events are applied they forget nothing: an event may have told meanwhile that it holds the
-        prompt, and no other event would tell it again. What none tells is forgotten after `ttl_s`.
+        They keep what another prompt that was sent to the same instance has in common with it. Of an instance whose
+        events are applied they forget nothing: an event may have told meanwhile that it holds the prompt, and no other
+        event would tell it again. What none tells is forgotten after `ttl_s`.
         """
         flight = self._flight(ticket)
         if flight.work is not None:
             self._prefill.finish(flight.instance, flight.work, self._clock(), done=False)
             known = self._still_there(flight.instance, flight.incarnation)
-            if flight.learnt_from is not None and known is not None and not known.by_events:
-                tree = self._trees[known.kind]
-                tree.remove(flight.tokens, flight.instance, flight.learnt_from, flight.namespace)
+            tree = None if known is None or known.by_events else self._trees[known.kind]
+            self._claims.withdraw(tree, flight.instance, flight.incarnation, ticket)
         self._end(ticket, done=False)
 
     @property
@@ -381,12 +387,6 @@ class GlobalScheduler:
         known = self._still_there(instance, incarnation)
         if known is not None and not known.by_events:
             self._trees[known.kind].insert(tokens, instance, namespace)
-
-    def _learn_dispatched(self, tokens: Tokens, namespace: str, instance: int) -> int | None:
-        """Notes that the instance will hold these. Returns the first new block, None when all were known."""
-        tree = self._trees[self._instances[instance].kind]
-        added = tree.insert(tokens, instance, namespace)
-        return len(tokens) // tree.block_tokens - added if added else None
 
     def _end(self, ticket: int, done: bool) -> None:
         flight = self._in_flight.pop(ticket)

@@ -11,7 +11,8 @@ A lookup does not count as a use, because only one of the holders will serve the
 it long ago. Sending the prompt to an instance counts as a use there.
 
 The tree forgets old blocks by itself, when it is asked or learns. It looks at all of its blocks then, at most eight
-times in `ttl_s`: at each about nine times after its last use, which is little beside learning it.
+times in `ttl_s`, and not while all that it has was learnt from events: at each about nine times after its last use,
+which is little beside learning it.
 
 However it learns, a tree has at most `blocks_max` blocks: beyond them it forgets the least recently matched or learnt
 ones of any instance, ends of prompts first. If it forgets blocks of an instance that reports by events, it learns them
@@ -21,6 +22,7 @@ again only when the instance stores them again.
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import Lock
 from typing import Final
 
 import numpy as np
@@ -39,6 +41,7 @@ BLOCKS_MAX: Final = 1 << 24  # with blocks of 16 tokens these take 1 GiB, and ho
 _SECOND = 1_000_000_000  # the index counts in whole numbers
 _LOOKS: Final = 8  # for blocks to forget, in the time to live
 _NEVER: Final = 1 << 63
+_FOREVER_S: Final = 1e9
 
 
 class PromptTree:
@@ -47,7 +50,7 @@ class PromptTree:
     Args:
         block_tokens: Tokens a block; that of the instances.
         clock: Seconds, from any start; never before it.
-        ttl_s: How long the tree keeps a prefix that it did not learn from events; None: forever.
+        ttl_s: How long the tree keeps a prefix that it did not learn from events; None, and 1e9 or more: forever.
         blocks_max: Blocks in the tree at most; None for no bound. `kvpool.InstanceIndex` says what they take.
     """
 
@@ -63,8 +66,10 @@ class PromptTree:
         self.block_tokens = block_tokens
         self.ttl_s = ttl_s
         self._clock = clock
-        self._ttl = None if ttl_s is None else int(ttl_s * _SECOND)
-        self._look_at = _NEVER  # when blocks may be too old; _NEVER while it has learnt nothing that gets old
+        self._ttl = None if ttl_s is None or ttl_s >= _FOREVER_S else int(ttl_s * _SECOND)
+        self._look_at = _NEVER  # when blocks may be too old; _NEVER while it has nothing that gets old
+        self._learnt_at = 0  # what gets old, the last time
+        self._expiry_lock = Lock()  # of both, for those that write them
         self._index = InstanceIndex(block_tokens, blocks_max)
 
     def __len__(self) -> int:
@@ -89,8 +94,11 @@ class PromptTree:
     def insert(self, tokens: TokenVector, instance: int, namespace: str = "") -> int:
         """Notes for `ttl_s` that the instance holds the prompt, or soon will. Returns how many blocks are new."""
         now = self._now()
-        if self._ttl is not None and self._look_at == _NEVER:
-            self._look_at = now + self._ttl
+        if self._ttl is not None:
+            with self._expiry_lock:
+                self._learnt_at = max(self._learnt_at, now)
+                if self._look_at == _NEVER:
+                    self._look_at = now + self._ttl
         self._expire_if_due(now)
         return self._index.insert(tokens, instance, now, namespace)
 
@@ -129,8 +137,9 @@ class PromptTree:
             self._expire(now, self._ttl)
 
     def _expire(self, now: int, ttl: int) -> int:
-        if self._look_at != _NEVER:
-            self._look_at = now + max(1, ttl // _LOOKS)  # before the look: another thread need not look as well
+        with self._expiry_lock:  # before the look: another thread need not look as well
+            if self._look_at != _NEVER:
+                self._look_at = now + max(1, ttl // _LOOKS) if self._learnt_at >= now - ttl else _NEVER
         return self._index.expire(max(0, now - ttl))
 
     def _now(self) -> int:

@@ -1,0 +1,72 @@
+"""What the trees take for held at the dispatch of requests, some of which fail."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from policy.fleet import BLOCK, Fleet, prompt
+
+from kvpool.policy.routing import Kind, Request
+
+_NAMES = st.lists(st.integers(1, 2), min_size=1, max_size=4)
+_STEPS = st.lists(st.tuples(st.sampled_from(["route", "first_token", "finished", "failed"]), _NAMES, st.integers(0, 5)))
+
+
+@given(_STEPS)
+def test_an_instance_holds_what_was_computed_there_and_what_is_on_its_way(steps):
+    fleet = Fleet(1, learn_at="dispatch", ttl_s=None)
+    scheduler, tree = fleet.scheduler, fleet.scheduler.tree(Kind.COLOCATED)
+    under_way, computed = {}, []
+    for step, names, which in steps:
+        if step == "route":
+            tokens = [name for name in names for _ in range(BLOCK)]
+            under_way[fleet.route(tokens).ticket] = names
+        elif under_way:
+            ticket = sorted(under_way)[which % len(under_way)]
+            getattr(scheduler, step)(ticket)
+            computed += [under_way[ticket]] * (step != "failed")
+            if step != "first_token":
+                del under_way[ticket]
+        # A request that was computed and then fails stays: it is in `computed` since its first token.
+        prompts = [*computed, *under_way.values()]
+        assert tree.blocks(1) == len({tuple(names[:end]) for names in prompts for end in range(1, len(names) + 1)})
+    tree.audit()
+
+
+@pytest.mark.parametrize("order", ["computed first", "left first", "left last"])
+def test_who_leaves_takes_no_prompt_from_those_who_share_it(order):
+    """Two prompts begin with the same five blocks, and the client of one leaves before its first token."""
+    fleet = Fleet(1, learn_at="dispatch")
+    tree = fleet.scheduler.tree(Kind.COLOCATED)
+    leaves, stays = (prompt(7, fork=5, fork_name=name) for name in (2, 3))
+    if order == "left last":
+        stays, leaves = fleet.route(stays), fleet.route(leaves)
+    else:
+        leaves, stays = fleet.route(leaves), fleet.route(stays)
+    if order == "computed first":
+        fleet.scheduler.finished(stays.ticket)
+    fleet.scheduler.failed(leaves.ticket)
+    assert tree.blocks(1) == 7
+    assert fleet.route(prompt(9, fork=5, fork_name=4)).cached == 5 * BLOCK
+
+
+def test_namespaces_share_nothing():
+    fleet = Fleet(1, learn_at="dispatch")
+    tree = fleet.scheduler.tree(Kind.COLOCATED)
+    leaves = fleet.route(prompt(3))
+    stays = fleet.scheduler.route(Request(prompt(3), namespace="other"))
+    fleet.scheduler.finished(stays.ticket)
+    fleet.scheduler.failed(leaves.ticket)
+    assert tree.blocks(1) == 3
+    assert len(tree.match(prompt(3))[0]) == 0
+
+
+def test_nothing_is_kept_of_requests_that_have_ended():
+    fleet = Fleet(2, learn_at="dispatch")
+    tickets = [fleet.route(prompt(3, name=name)).ticket for name in range(6)]
+    assert len(fleet.scheduler._claims) == 6
+    fleet.scheduler.remove_instance(1)
+    for ticket in tickets:
+        (fleet.scheduler.failed if ticket % 2 else fleet.scheduler.finished)(ticket)
+    assert (len(fleet.scheduler._claims), fleet.scheduler._claims._at) == (0, {})
