@@ -27,7 +27,8 @@ void bind_tensor(pybind11::module_& module);
 void bind_pool(pybind11::module_& module);
 void bind_prompt_index(pybind11::module_& module);
 void bind_instance_index(pybind11::module_& module);
-void bind_keyed(pybind11::module_& module);  // after bind_pool
+void bind_keyed_index(pybind11::module_& module);
+void bind_keyed_cache(pybind11::module_& module);  // after bind_pool and bind_keyed_index
 void bind_heartbeat(pybind11::module_& module);
 void bind_machine(pybind11::module_& module);
 void bind_reshard(pybind11::module_& module);

@@ -16,7 +16,8 @@ PYBIND11_MODULE(_core, module) {
   kvpool::bindings::bind_pool(module);
   kvpool::bindings::bind_prompt_index(module);
   kvpool::bindings::bind_instance_index(module);
-  kvpool::bindings::bind_keyed(module);
+  kvpool::bindings::bind_keyed_index(module);
+  kvpool::bindings::bind_keyed_cache(module);
   kvpool::bindings::bind_reshard(module);
   kvpool::bindings::show_signatures(module);
 }
