@@ -35,6 +35,9 @@ void bind_reshard(pybind11::module_& module);
 void bind_space(pybind11::module_& module);       // before bind_pool
 void show_signatures(pybind11::module_& module);  // after all of them
 
+// Methods of the pool that cache prompts. bind_pool calls it.
+void bind_prompts(PoolClass& pool);
+
 // Methods of the pool that move blocks between its tiers, and the classes that they return. bind_pool calls it.
 void bind_swap(pybind11::module_& module, PoolClass& pool);
 
