@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -23,6 +24,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PYTHON = Path(os.environ.get("KVPOOL_VLLM_PYTHON") or ROOT / ".venv-vllm" / "bin" / "python")
 MODEL, BLOCK = "tiny", 32
 _START_S = 300.0
+_PORTS = 20000, 32000  # Linux gives connections those from 32768 on
+_random = random.SystemRandom()  # apart from the seeds of tests
+_returned_ports: set[int] = set()
 
 
 def environment() -> dict[str, str]:
@@ -36,11 +40,17 @@ def environment() -> dict[str, str]:
 
 
 def free_port() -> int:
-    """One of the loopback that nobody has now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
+    """One of the loopback that nobody has now, and that was not returned before.
+
+    It is below those that the kernel gives to connections: until a server has started, none of them takes it.
+    """
+    while True:
+        port = _random.randrange(*_PORTS)
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            if port not in _returned_ports:
+                _returned_ports.add(port)
+                return port
 
 
 class Server:

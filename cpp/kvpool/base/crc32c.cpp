@@ -65,6 +65,12 @@ std::uint32_t table_raw(std::uint32_t crc, const std::byte* data, std::size_t by
 // ---- SSE4.2: the instruction takes eight bytes a cycle but answers after three, so three lanes run side by side. The
 // register of a lane is then moved past the bytes of the lanes behind it: multiplied by x^(8 * bytes).
 
+#if defined(__clang__)
+#define KVPOOL_CRC32 "sse4.2,crc32,pclmul"  // two sets of instructions for clang; GCC before 11 knows no "crc32"
+#else
+#define KVPOOL_CRC32 "sse4.2,pclmul"
+#endif
+
 // x^exponent modulo the polynomial.
 constexpr std::uint32_t power_of_x(std::uint64_t exponent) noexcept {
   std::uint32_t power = 0x80000000;
@@ -77,7 +83,7 @@ constexpr std::uint32_t power_of_x(std::uint64_t exponent) noexcept {
 constexpr std::uint32_t move_factor(std::uint64_t bytes) noexcept { return power_of_x(8 * bytes - 33); }
 
 template <std::uint64_t Bytes>
-__attribute__((target("sse4.2,pclmul"))) inline std::uint32_t moved_past(std::uint64_t crc) noexcept {
+__attribute__((target(KVPOOL_CRC32))) inline std::uint32_t moved_past(std::uint64_t crc) noexcept {
   constexpr std::uint32_t kFactor = move_factor(Bytes);
   const __m128i product = _mm_clmulepi64_si128(_mm_cvtsi64_si128(static_cast<long long>(crc)),
                                                _mm_cvtsi32_si128(static_cast<int>(kFactor)), 0);
@@ -85,8 +91,8 @@ __attribute__((target("sse4.2,pclmul"))) inline std::uint32_t moved_past(std::ui
 }
 
 template <std::size_t RankChannel>
-__attribute__((target("sse4.2,pclmul"))) inline std::uint32_t three_lanes(std::uint32_t crc,
-                                                                          const std::byte* data) noexcept {
+__attribute__((target(KVPOOL_CRC32))) inline std::uint32_t three_lanes(std::uint32_t crc,
+                                                                       const std::byte* data) noexcept {
   std::uint64_t first = crc;
   std::uint64_t second = 0;
   std::uint64_t third = 0;
@@ -98,8 +104,8 @@ __attribute__((target("sse4.2,pclmul"))) inline std::uint32_t three_lanes(std::u
   return moved_past<2 * RankChannel>(first) ^ moved_past<RankChannel>(second) ^ static_cast<std::uint32_t>(third);
 }
 
-__attribute__((target("sse4.2,pclmul"))) std::uint32_t sse42_raw(std::uint32_t crc, const std::byte* data,
-                                                                 std::size_t bytes) noexcept {
+__attribute__((target(KVPOOL_CRC32))) std::uint32_t sse42_raw(std::uint32_t crc, const std::byte* data,
+                                                              std::size_t bytes) noexcept {
   constexpr std::size_t kLongLane = 2048;
   constexpr std::size_t kShortLane = 128;
   for (; bytes >= 3 * kLongLane; data += 3 * kLongLane, bytes -= 3 * kLongLane) crc = three_lanes<kLongLane>(crc, data);
@@ -128,7 +134,7 @@ constexpr std::uint64_t fold_high(std::uint64_t bytes) noexcept {
   return std::uint64_t{power_of_x(8 * bytes - 32)} << 1;
 }
 
-#define KVPOOL_WIDE __attribute__((target("avx512f,vpclmulqdq,sse4.2,pclmul")))
+#define KVPOOL_WIDE __attribute__((target("avx512f,vpclmulqdq," KVPOOL_CRC32)))
 
 template <std::uint64_t Bytes>
 KVPOOL_WIDE inline __m512i folded(__m512i value, __m512i onto) noexcept {
