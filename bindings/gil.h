@@ -1,7 +1,6 @@
 // Letting go of Python's GIL while the core works.
 #pragma once
 
-#include <cxxabi.h>
 #include <pybind11/pybind11.h>
 #include <unistd.h>
 
@@ -16,7 +15,7 @@ class GilReleased {
   ~GilReleased() {
     try {
       PyEval_RestoreThread(state_);
-    } catch (abi::__forced_unwind&) {
+    } catch (...) {  // it throws nothing: this is the unwinding
       for (;;) pause();
     }
   }
