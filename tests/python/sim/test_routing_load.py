@@ -14,7 +14,7 @@ from kvpool.policy.routing import GlobalScheduler, Request
 
 sys.path.append(str(Path(__file__).resolve().parents[3]))
 
-from bench.memserve.routing_load import Subject
+from bench.memserve.routing_load import Subject, _Asked
 
 
 @pytest.mark.parametrize("events", [True, False], ids=["events", "dispatch"])
@@ -27,6 +27,21 @@ def test_at_80_per_cent_busy_the_default_has_nearly_the_hits_of_one_cache(worklo
     assert default["imbalance"] <= 1.3
     assert default["p99_s"] <= 1.01 * equation_1["p99_s"]
     assert equation_1["hit_ratio"] < default["hit_ratio"] - 0.02
+
+
+@pytest.mark.parametrize("busy", [0.1, 0.5, 0.8])
+@pytest.mark.parametrize("workload", ["chat", "agents", "documents"])
+def test_the_fleet_is_as_busy_as_it_is_said_to_be(workload, busy):
+    """With the hits of one cache: its work over the time in which the requests arrive."""
+    subject = Subject()
+    loaded = subject.load(workload, 800, busy)
+    asked = [
+        _Asked(session.start_s, session.name, session.turns[0].prompt, session.turns[0].output)
+        for session in subject._sessions
+    ]
+    hits, work_s, _ = subject._ideal(asked)
+    assert (len(asked), hits) == (800, loaded["hit_ratio"])
+    assert work_s / (8 * (asked[-1].time_s - asked[0].time_s)) == pytest.approx(busy, rel=0.02)
 
 
 @pytest.mark.parametrize("busy", [0.1, 0.5, 0.8])
