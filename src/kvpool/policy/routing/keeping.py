@@ -95,18 +95,17 @@ class KeepHits(Ranking):
         asked = self._asked
         if asked is None or cached >= asked.held:
             return 0.0
-        exec_s, fetch_s = asked.exec_s, asked.transfer_s
-        charge, end, end_s = 0.0, asked.held, exec_s(asked.held)
-        most = self._thrift * max(0.0, exec_s(cached) - end_s)
+        exec_s, fetch_s, held = asked.exec_s, asked.transfer_s, asked.held
+        charge, end, later_s = 0.0, held, 0.0
         for first, weight in self._parts:
-            start = max(first, cached)
-            start_s = exec_s(start)
-            part_s = start_s - end_s
-            if fetch_s is not None:
-                part_s = min(part_s, fetch_s(asked.held - start) - fetch_s(asked.held - end))
+            start = first if first > cached else cached
+            part_s = exec_s(start) - exec_s(end) if weight else 0.0
+            if weight and fetch_s is not None:
+                fetched_s = fetch_s(held - start)
+                part_s, later_s = min(part_s, fetched_s - later_s), fetched_s
             if part_s > 0.0:
                 charge += weight * part_s
             if start == cached:
                 break
-            end, end_s = start, start_s
-        return min(charge, most)  # more only where holding another token makes a prompt longer
+            end = start
+        return charge
