@@ -14,6 +14,7 @@ from kvpool.policy.routing import GlobalScheduler, Request
 
 sys.path.append(str(Path(__file__).resolve().parents[3]))
 
+from bench.memserve import routing_load
 from bench.memserve.routing_load import Subject, _Asked
 
 
@@ -42,6 +43,21 @@ def test_the_fleet_is_as_busy_as_it_is_said_to_be(workload, busy):
     hits, work_s, _ = subject._ideal(asked)
     assert (len(asked), hits) == (800, loaded["hit_ratio"])
     assert work_s / (8 * (asked[-1].time_s - asked[0].time_s)) == pytest.approx(busy, rel=0.02)
+
+
+def test_a_load_that_no_rate_gives_is_refused(monkeypatch):
+    monkeypatch.setattr(routing_load, "_ROUNDS", 1)
+    with pytest.raises(RuntimeError, match="80% busy"):
+        Subject().load("chat", 800, 0.8)
+
+
+@pytest.mark.parametrize("workload", ["chat", "agents"])
+def test_events_tell_something_at_10_per_cent_busy_too(workload):
+    """Caches evict what prompts still begin with."""
+    subject = Subject()
+    assert subject.load(workload, 800, 0.1)["evicted"] > 0
+    with_events, without = (subject.simulate("default", events) for events in (True, False))
+    assert with_events["hit_ratio"] != without["hit_ratio"]
 
 
 @pytest.mark.parametrize("busy", [0.1, 0.5, 0.8])
