@@ -22,6 +22,18 @@ class UnitModel:
         return (tokens - np.minimum(cached, tokens - 1)).astype(float)
 
 
+class Curved(UnitModel):
+    """Each token takes longer than the one before it, as with attention: (x^2 - y^2) milliseconds."""
+
+    def exec_s(self, tokens, cached=0):
+        cached = min(cached, tokens - 1)
+        return (tokens * tokens - cached * cached) / 1000
+
+    def exec_many_s(self, tokens, cached):
+        cached = np.minimum(cached, tokens - 1)
+        return (tokens * tokens - cached * cached) / 1000
+
+
 def prompt(blocks, name=1, fork=None, fork_name=0):
     """`blocks` blocks that all say `name`; from block `fork` on, `fork_name`."""
     tokens = np.full(blocks * BLOCK, name, np.int32)

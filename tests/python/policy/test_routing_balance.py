@@ -49,6 +49,50 @@ def test_a_newcomer_gets_work_gradually():
     assert all(3 <= count <= 5 for count in gradual)  # about its fifth from the start
 
 
+def worked(fleet, instance, seconds):
+    """The instance has just done so much."""
+    table = fleet.scheduler._prefill
+    table.finish(instance, table.assign(table.slot(instance), seconds, fleet.now), fleet.now)
+
+
+def test_an_instance_that_is_resumed_does_not_lock_out_the_one_that_worked_meanwhile():
+    """It has done nothing lately, so the mean is small. It is busy for 200 s, the other one for half a second."""
+    fleet = Fleet(2, balance=Balance(warmup_s=0))
+    fleet.scheduler.drain(1)
+    worked(fleet, 2, 900.0)
+    fleet.scheduler.resume(1)
+    table = fleet.scheduler._prefill
+    for instance, seconds in ((1, 200.0), (2, 0.5)):
+        table.assign(table.slot(instance), seconds, fleet.now)
+    decision = fleet.route(prompt(10))
+    assert (decision.instance, decision.queue_s) == (2, 0.5)
+
+
+def test_an_instance_that_has_warmed_up_does_not_lock_out_the_others():
+    fleet = Fleet(1, balance=Balance())
+    fleet.now += 1000.0
+    worked(fleet, 1, 900.0)
+    fleet.scheduler.add_instance(2)
+    fleet.now += 60.0
+    fleet.serve(prompt(1))
+    table = fleet.scheduler._prefill
+    for instance, seconds in ((1, 0.5), (2, 200.0)):
+        table.assign(table.slot(instance), seconds, fleet.now)
+    assert fleet.route(prompt(10)).instance == 1
+
+
+def test_who_comes_back_counts_as_the_middle_one_of_the_others_by_capacity():
+    table = routing.load.LoadTable(Balance(half_life_s=10.0, warmup_s=0), drains=True)
+    for instance, (capacity, seconds) in enumerate([(1.0, 2.0), (1.0, 4.0), (2.0, 16.0), (2.0, 0.0), (1.0, 50.0)]):
+        table.add(instance, 0.0, capacity)
+        table.finish(instance, table.assign(instance, seconds, 0.0), 0.0)
+    for instance in (3, 4):
+        table.set_open(instance, False)
+        table.set_open(instance, True)
+    assert table.load(0.0).tolist() == [4.0, 8.0, 16.0, 8.0, 100.0]  # by share: the largest capacity is 2
+    assert table.limit(0.0, 0.0) == pytest.approx(1.2 * (2 + 4 + 16 + 8 + 50) / 3.5)
+
+
 def test_a_fleet_that_starts_together_has_no_newcomers():
     """All shares are alike, so locality and slack are as in a fleet that has been there for long."""
 

@@ -6,9 +6,9 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from policy.fleet import BLOCK, Fleet, prompt
+from policy.fleet import BLOCK, Curved, Fleet, UnitModel, prompt, transfer
 
 from kvpool.errors import ArgumentError
 from kvpool.policy.routing import KeepHits, QueuePlusExec
@@ -39,6 +39,84 @@ def test_a_copy_is_charged_with_the_thrift():
         busy(fleet, i1=wait + 0.5, i2=0.5)
         chosen[thrift, wait] = fleet.route(prompt(10)).instance
     assert chosen == {(0.0, 35.0): 1, (0.0, 37.0): 2, (2.0, 105.0): 1, (2.0, 109.0): 2}
+
+
+@pytest.mark.parametrize(("wait", "instance"), [(1.9, 1), (2.1, 2), (28.0, 2)])
+def test_the_cheap_beginning_of_a_long_prompt_is_charged_as_such(wait, instance):
+    """Instance 1 holds 4 of 65 blocks, 0.256 s; another that gets nothing new holds 64 of them, 65.5 s."""
+    fleet = Fleet(3, model=Curved(), policy=KeepHits(7.0))
+    others(fleet, 3000)
+    fleet.hold(1, prompt(4))
+    fleet.hold(3, prompt(64))
+    fleet.scheduler.drain(3)
+    busy(fleet, i1=wait + 0.5, i2=0.5)
+    assert fleet.route(prompt(65)).instance == instance  # at most 8 * 0.256 s
+
+
+@pytest.mark.parametrize(("wait", "instance"), [(210.0, 1), (235.0, 2)])
+def test_the_dear_end_of_a_long_prompt_is_charged_as_such(wait, instance):
+    """Instance 2 lacks the last quarter of what instance 1 holds: 28.7 of 65.5 s, and within one part of the charge."""
+    fleet = Fleet(2, model=Curved(), policy=KeepHits(7.0))
+    others(fleet, 3000)
+    fleet.hold(1, prompt(64))
+    fleet.hold(2, prompt(48))
+    busy(fleet, i1=wait + 0.5, i2=0.5)
+    assert fleet.route(prompt(65)).instance == instance  # 8 * 28.7 s, less the share of one use
+
+
+@settings(max_examples=60)
+@example(Curved(), 7.0, [(0, 0.5), (32, 200.5), (64, 600.5)], None)  # what the second one saves is the cheaper half
+@given(
+    st.sampled_from([UnitModel(), Curved()]),
+    st.sampled_from([1.0, 7.0]),
+    st.lists(
+        st.tuples(st.sampled_from([0, 8, 32, 64]), st.integers(0, 60).map(lambda tens: 10.0 * tens + 0.5)),
+        min_size=3,
+        max_size=5,
+    ),
+    st.sampled_from([None, None, transfer(0.05), transfer(0.001, latency_s=3.0)]),
+)
+def test_a_request_waits_for_what_it_saves_and_the_thrift_at_most(model, thrift, instances, link):
+    """(blocks that it holds, backlog) of each: none would begin the prompt so much sooner."""
+    fleet = Fleet(len(instances), model=model, policy=KeepHits(thrift), transfer=link)
+    others(fleet, 40)
+    for at, (blocks, backlog) in enumerate(instances, start=1):
+        fleet.hold(at, prompt(blocks))
+        busy(fleet, **{f"i{at}": backlog})
+    chosen = fleet.route(prompt(65)).instance
+    needs = [model.exec_s(65 * BLOCK, blocks * BLOCK) for blocks, _ in instances]
+    for at, (_, backlog) in enumerate(instances):
+        saved = needs[at] - needs[chosen - 1]
+        assert instances[chosen - 1][1] <= backlog + saved + thrift * max(0.0, saved) + 1e-6
+
+
+def test_what_can_be_fetched_is_charged_by_the_time_of_fetching():
+    """Instance 1 holds 36 of 40 tokens and is busy for 200 s. A fetch of a millisecond a token makes a copy cheap."""
+
+    def chosen(wait=200.0, **options):
+        fleet = Fleet(2, **options)
+        others(fleet, 3000)
+        fleet.hold(1, prompt(9))
+        busy(fleet, i1=wait + 0.5, i2=0.5)
+        decision = fleet.route(prompt(10))
+        return decision.instance, decision.fetch is not None
+
+    assert chosen() == (1, False)
+    assert chosen(transfer=transfer(0.001)) == (2, True)
+    assert chosen(wait=35.0, transfer=transfer(0.001)) == (1, False)  # eq. 1 itself knows no fetch
+    assert chosen(transfer=transfer(5.0)) == (1, False)  # slower than computing
+    assert chosen(transfer=transfer(0.001), holders_max=0) == (1, False)  # nothing is ever fetched
+    assert chosen(wait=75.0, transfer=transfer(1e-9, latency_s=5.0)) == (2, True)  # 36 + 7 * 5 s at most
+    assert chosen(wait=65.0, transfer=transfer(1e-9, latency_s=5.0)) == (1, False)
+
+
+@pytest.mark.parametrize(("wait", "instance"), [(155.0, 1), (170.0, 2)])
+def test_one_use_is_half_of_what_makes_a_prefix_popular_at_the_start(wait, instance):
+    """The first request of all: half of the thrift is charged, 36 + 3.5 * 36 s."""
+    fleet = Fleet(2, policy=KeepHits(7.0))
+    fleet.hold(1, prompt(9))
+    busy(fleet, i1=wait + 0.5, i2=0.5)
+    assert fleet.route(prompt(10)).instance == instance
 
 
 def test_a_prefix_that_many_prompts_begin_with_is_copied_as_eq_1_would():
@@ -134,8 +212,8 @@ def test_uses_forget_what_is_long_ago():
     assert uses.note(prompt(1, name=1), 0, BLOCK, "", 100) == []
 
 
-@pytest.mark.parametrize("thrift", [-1.0, float("nan")])
-def test_thrift_is_a_number_of_at_least_0(thrift):
+@pytest.mark.parametrize("thrift", [-1.0, float("nan"), float("inf")])
+def test_thrift_is_a_finite_number_of_at_least_0(thrift):
     with pytest.raises(ArgumentError, match="thrift"):
         KeepHits(thrift)
 
@@ -153,3 +231,9 @@ def test_one_policy_is_not_for_two_decisions():
     policy = KeepHits()
     with pytest.raises(ArgumentError, match="KeepHits"):
         Fleet(1, policy=policy, decode_policy=policy)
+
+
+def test_it_decides_where_prompts_are_computed_and_not_where_they_are_decoded():
+    """There it would charge for nothing: no prompt is computed."""
+    with pytest.raises(ArgumentError, match="decode_policy"):
+        Fleet(1, decode_policy=KeepHits())

@@ -14,7 +14,8 @@ from kvpool.policy.routing import GlobalScheduler, Request
 
 sys.path.append(str(Path(__file__).resolve().parents[3]))
 
-from bench.memserve.routing_load import Subject
+from bench.memserve import routing_load
+from bench.memserve.routing_load import Subject, _Asked
 
 
 @pytest.mark.parametrize("events", [True, False], ids=["events", "dispatch"])
@@ -27,6 +28,36 @@ def test_at_80_per_cent_busy_the_default_has_nearly_the_hits_of_one_cache(worklo
     assert default["imbalance"] <= 1.3
     assert default["p99_s"] <= 1.01 * equation_1["p99_s"]
     assert equation_1["hit_ratio"] < default["hit_ratio"] - 0.02
+
+
+@pytest.mark.parametrize("busy", [0.1, 0.5, 0.8])
+@pytest.mark.parametrize("workload", ["chat", "agents", "documents"])
+def test_the_fleet_is_as_busy_as_it_is_said_to_be(workload, busy):
+    """With the hits of one cache: its work over the time in which the requests arrive."""
+    subject = Subject()
+    loaded = subject.load(workload, 800, busy)
+    asked = [
+        _Asked(session.start_s, session.name, session.turns[0].prompt, session.turns[0].output)
+        for session in subject._sessions
+    ]
+    hits, work_s, _ = subject._ideal(asked)
+    assert (len(asked), hits) == (800, loaded["hit_ratio"])
+    assert work_s / (8 * (asked[-1].time_s - asked[0].time_s)) == pytest.approx(busy, rel=0.02)
+
+
+def test_a_load_that_no_rate_gives_is_refused(monkeypatch):
+    monkeypatch.setattr(routing_load, "_ROUNDS", 1)
+    with pytest.raises(RuntimeError, match="80% busy"):
+        Subject().load("chat", 800, 0.8)
+
+
+@pytest.mark.parametrize("workload", ["chat", "agents"])
+def test_events_tell_something_at_10_per_cent_busy_too(workload):
+    """Caches evict what prompts still begin with."""
+    subject = Subject()
+    assert subject.load(workload, 800, 0.1)["evicted"] > 0
+    with_events, without = (subject.simulate("default", events) for events in (True, False))
+    assert with_events["hit_ratio"] != without["hit_ratio"]
 
 
 @pytest.mark.parametrize("busy", [0.1, 0.5, 0.8])

@@ -20,7 +20,8 @@ class Balance:
         idle: Utilisation below which an instance that prefills may always get more: keeping prompts together slows
             nobody down there.
         half_life_s: The time after which finished work counts half.
-        warmup_s: How long an instance that has joined has less than its share.
+        warmup_s: How long an instance that has joined has less than its share. When it has a full one, or is resumed
+            after a drain, it counts as having worked lately as the others have, or the cap would forbid them all.
         warmup_floor: The share that it begins with.
         patience: How long a request may wait for a busy instance while another one is idle, as a multiple of the time
             that the idle one takes longer to compute the prompt, because it holds less of it. At 1, no request waits

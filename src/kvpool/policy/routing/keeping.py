@@ -11,14 +11,16 @@ A prefix that many prompts begin with has to be on several instances anyway: one
 copy of it is used again, so nothing is charged for it. Popularity is 1 when as many requests begin with the prefix as
 one instance gets.
 
-The wait is bounded: longer than 1 + thrift times what computing the prefix again takes, a request waits for no
-instance while a less loaded one would begin sooner.
+A part that an instance could fetch is charged by the time of fetching it, if that is shorter (eq. 2).
+
+The wait is bounded. Of the instances below the load cap, a request goes to none where it begins later than at another
+one by more than 1 + thrift times what computing there takes longer. These times are the cost model's for each part of
+the prompt, since the end of a long prompt takes longer than its beginning; those of the charge are the fleet's.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from itertools import accumulate
+from math import inf
 from typing import Any, Final
 
 import numpy as np
@@ -43,7 +45,7 @@ class KeepHits(Ranking):
 
     Args:
         thrift: How much a second counts that is spent on computing what another instance holds; 0 makes it eq. 1.
-            Larger values keep more hits, and requests wait longer for them.
+            Larger values keep more hits, and requests wait longer for them. Finite.
 
     Attributes:
         patience: 1 + thrift, see `Balance.patience`.
@@ -52,31 +54,28 @@ class KeepHits(Ranking):
     remembers = True
 
     def __init__(self, thrift: float = _THRIFT) -> None:
-        if not thrift >= 0:
-            raise ArgumentError(f"thrift is {thrift}; it must be at least 0")
+        if not 0 <= thrift < inf:
+            raise ArgumentError(f"thrift is {thrift}; it must be at least 0, and finite")
         self.patience = 1.0 + thrift
         self._thrift = thrift
         self._uses = Uses()
-        self._lengths = [0]  # rising
-        self._charges = [0.0]  # of an instance that holds each; in between, the charge falls evenly
+        self._asked: Asked | None = None
+        self._parts: list[tuple[int, float]] = []  # where each begins, and the weight of its time; the last one first
         self._known: dict[int, float] = {}
 
     def asked(self, asked: Asked) -> None:
-        """As Ranking.asked: computes what lacking a part of the prompt costs."""
+        """As Ranking.asked: weighs the parts of the prompt."""
         window = min(_WINDOW * asked.instances, _WINDOW_MOST)
         counted = self._uses.note(asked.tokens, asked.held, asked.block_tokens, asked.namespace, window)
-        self._known = {}
-        self._lengths, self._charges = [0], [0.0]
-        if not counted:
-            return
+        self._asked, self._known = asked, {}
         popular = max(_POPULAR * self._uses.requests / asked.instances, _FEWEST)
-        token_s = self._thrift * max(0.0, asked.uncached_s - asked.cached_s) / asked.held
-        parts, start = [], 0
+        parts, start, last = [], 0, -1.0
         for end, uses in counted:
-            parts.append(token_s * (end - start) * (1.0 - uses / popular) if uses < popular else 0.0)
-            self._lengths.append(end)
-            start = end
-        self._charges = [*accumulate(reversed(parts), initial=0.0)][::-1]
+            weight = self._thrift * (1.0 - uses / popular) if uses < popular else 0.0
+            if weight != last:  # else it is one part with the one before: each part is a time to predict
+                parts.append((start, weight))
+            start, last = end, weight
+        self._parts = parts[::-1]
 
     def rank(self, backlog: Any, load: Any, cached: Any, exec_s: Any) -> tuple[Any, ...]:
         """As Ranking.rank."""
@@ -89,13 +88,24 @@ class KeepHits(Ranking):
         """What an instance that holds so much is charged for the copy of the rest."""
         charge = self._known.get(cached)
         if charge is None:
-            charge = self._known[cached] = self._interpolated(cached)
+            charge = self._known[cached] = self._computed(cached)
         return charge
 
-    def _interpolated(self, cached: int) -> float:
-        lengths, charges = self._lengths, self._charges
-        at = bisect_right(lengths, cached)
-        if at == len(lengths):
-            return charges[-1]
-        start, end = lengths[at - 1], lengths[at]
-        return charges[at - 1] + (charges[at] - charges[at - 1]) * ((cached - start) / (end - start))
+    def _computed(self, cached: int) -> float:
+        asked = self._asked
+        if asked is None or cached >= asked.held:
+            return 0.0
+        exec_s, fetch_s, held = asked.exec_s, asked.transfer_s, asked.held
+        charge, end, later_s = 0.0, held, 0.0
+        for first, weight in self._parts:
+            start = first if first > cached else cached
+            part_s = exec_s(start) - exec_s(end) if weight else 0.0
+            if weight and fetch_s is not None:
+                fetched_s = fetch_s(held - start)
+                part_s, later_s = min(part_s, fetched_s - later_s), fetched_s
+            if part_s > 0.0:
+                charge += weight * part_s
+            if start == cached:
+                break
+            end = start
+        return charge

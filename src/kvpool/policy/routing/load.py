@@ -110,7 +110,7 @@ class LoadTable(InstanceSlots):
         self._sum()
 
     def set_open(self, instance: int, is_open: bool) -> None:
-        """Whether it gets new work at all."""
+        """Whether it gets new work at all. One that does again counts as if it had worked as the others have."""
         slot = self.slot(instance)
         if bool(self._open[slot]) == is_open:
             return
@@ -121,6 +121,7 @@ class LoadTable(InstanceSlots):
             self.order.drop(slot)
             self._moved.discard(slot)
         elif slot not in self.newcomers:
+            self._catch_up({slot})
             self._put(slot, float(self._since[slot]))
         self._sum()
 
@@ -320,10 +321,28 @@ class LoadTable(InstanceSlots):
         warm_at = {slot: self._joined.item(slot) + self.balance.warmup_s for slot in self.newcomers}
         self.newcomers = {slot for slot, since in warm_at.items() if now < since}
         self._warm_at = min((warm_at[slot] for slot in self.newcomers), default=inf)
-        for slot in warm_at.keys() - self.newcomers:
-            if self._open[slot]:
-                self._put(slot, now)
+        warm = {slot for slot in warm_at.keys() - self.newcomers if self._open[slot]}
+        if self.balance.warmup_s:
+            self._catch_up(warm)
+        for slot in warm:
+            self._put(slot, now)
         self._sum()
+
+    def _catch_up(self, slots: set[int]) -> None:
+        """Counts at least the median of the others' finished work as that of instances that have (again) a full share.
+
+        Without it they lower the mean, so the load cap forbids all others until they have done as much: requests queue
+        at them while others are free. REQUIRES: the caller enters them into the order and sums.
+        """
+        size = len(self)
+        others = self._open[:size].copy()
+        others[[*self.newcomers, *slots]] = False
+        done = self._done[:size][others] / self._capacity[:size][others]
+        if done.size:
+            middle = (done.size - 1) // 2
+            usual = float(np.partition(done, middle)[middle])  # of one of them: a mean would be rounded
+            for slot in slots:
+                self._done[slot] = max(self._done.item(slot), usual * self._capacity.item(slot))
 
     def _put(self, slot: int, now: float) -> None:
         work = None

@@ -19,6 +19,7 @@ the scheduler then calls it for few instances (`kvpool.policy.routing.search`), 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from hashlib import blake2b
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
@@ -80,18 +81,20 @@ class Asked(NamedTuple):
         namespace: As in Request.
         block_tokens: Tokens a block.
         held: The most tokens of it that an instance holds, whole blocks.
-        uncached_s: Its time on an instance that holds nothing of it.
-        cached_s: Its time on one that holds `held`.
+        exec_s: Its time by how many tokens of it an instance holds, with the fleet's model. Each length is computed
+            once for all who ask.
         instances: How many take requests; at least 1.
+        transfer_s: The time to fetch so many tokens from another instance; None where nothing is fetched, or where
+            links differ, so that it depends on the two instances.
     """
 
     tokens: Tokens
     namespace: str
     block_tokens: int
     held: int
-    uncached_s: float
-    cached_s: float
+    exec_s: Callable[[int], float]
     instances: int
+    transfer_s: Callable[[int], float] | None = None
 
 
 class Policy(Protocol):
@@ -126,7 +129,7 @@ class Ranking:
             cls.minds_cached = True  # regardless of the base class
 
     def asked(self, asked: Asked) -> None:
-        """Called with each prompt before instances are ranked for it."""
+        """Called with each prompt before instances that prefill are ranked for it; never for those that decode."""
 
     def rank(self, backlog: Any, load: Any, cached: Any, exec_s: Any) -> tuple[Any, ...]:
         """The rank: the instance with the least first figure wins; among equals, the one with the least second; etc.

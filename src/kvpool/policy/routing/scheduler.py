@@ -63,7 +63,8 @@ class GlobalScheduler:
         clock: Seconds from any start: time.monotonic, or the simulator's.
         policy: Chooses the instance that computes the prompt; `KeepHits()` by default.
         decode_policy: Chooses the instance that decodes after a prefill-only instance; the longest prefix by default.
-            Not the same object as `policy` if that remembers what was sent where, as `SessionId` and `KeepHits` do.
+            Not the same object as `policy` if that remembers what was sent where, as `SessionId` does; and no
+            `KeepHits`, which weighs times of prompts.
         transfer: The cost of moving KV between instances; None if they cannot, and then nothing is fetched.
         ttl_s: How long the trees keep a prefix that they did not learn from events; None: forever.
         balance: Load cap and newcomers.
@@ -95,10 +96,13 @@ class GlobalScheduler:
             raise ArgumentError(f"holders_max is {holders_max}; it must be at least 0")
         if policy is not None and policy is decode_policy and _remembers(policy):
             raise ArgumentError(f"policy and decode_policy are one {type(policy).__name__}, which is for one of them")
+        if isinstance(decode_policy, KeepHits):
+            raise ArgumentError("KeepHits is no decode_policy: it weighs times of prompts, and decoding computes none")
         self._clock = clock
         self._policy = policy or KeepHits()
         self._decode_policy = decode_policy or LongestPrefix()
         self._transfer = transfer
+        self._transfer_s = transfer.time_s if isinstance(transfer, KVTransfer) and holders_max else None
         self._learn_at_dispatch = learn_at == "dispatch"
         self._holders_max = holders_max
         self._models = Models(model)
@@ -225,15 +229,8 @@ class GlobalScheduler:
         # The time of a prompt depends on the instance's model and on how much it holds: few of either.
         times = [Times(model, len(tokens), found.lengths) for model in self._models]
         held, fleets = found.lengths[0], times[0]
-        asked = Asked(
-            tokens,
-            request.namespace,
-            self._block_tokens,
-            held,
-            fleets.of(0),
-            fleets.of(held),
-            len(table) - table.closed,
-        )
+        takers = len(table) - table.closed
+        asked = Asked(tokens, request.namespace, self._block_tokens, held, fleets.of, takers, self._transfer_s)
         slot = choose(self._policy, table, found, times, now, request.session, asked)
         instance, cached = table.id_of(slot), found.lengths[found.at(slot)]
         own = times[table.model_of(slot)]
