@@ -81,8 +81,27 @@ REBALANCING_BUGS: Final = (
         "moves of a plan that have not begun are carried out after the next plan has come",
         in_python(
             "control/rebalancing/carrying.py",
-            "            self._queue = deque((move, names[move.destination], lease) for move in moves)\n",
-            "            self._queue.extend((move, names[move.destination], lease) for move in moves)\n",
+            "            self._queue = deque((move, names[move.destination], lease) for move in free)\n",
+            "            self._queue.extend((move, names[move.destination], lease) for move in free)\n",
+        ),
+        _EPOCHS,
+        build="python",
+    ),
+    Bug(
+        "begun-twice",
+        "control",
+        "a request that begins to move while the next plan is accepted moves twice: its mover dies, and at last all do",
+        in_python("control/rebalancing/carrying.py", " if move.request not in self._begun]", "]")
+        + in_python("control/rebalancing/carrying.py", "if move.request not in self._begun:", "if True:")
+        + in_python(
+            "control/rebalancing/carrying.py", "self._begun.pop(move.request, None)", "del self._begun[move.request]"
+        )
+        + in_python(
+            "control/rebalancing/carrying.py",
+            "        finally:  # whatever has happened: another one is started for the next plan\n"
+            "            with self._lock:\n"
+            "                self._threads.discard(threading.current_thread())\n",
+            "        finally:\n            pass\n",
         ),
         _EPOCHS,
         build="python",
@@ -141,7 +160,9 @@ REBALANCING_BUGS: Final = (
         "begun-under-an-old-lease",
         "control",
         "an instance that has lost its lease goes on with the moves of its last plan that wait",
-        in_python("control/rebalancing/carrying.py", " if self._lease() == lease else", " if True else"),
+        in_python(
+            "control/rebalancing/carrying.py", "            if self._lease() != lease:\n", "            if False:\n"
+        ),
         _LEASES,
         build="python",
     ),

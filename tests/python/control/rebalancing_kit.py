@@ -74,7 +74,10 @@ class Instance:
     def step(self):
         self.epochs.step()
         until = time.monotonic() + 20
-        while any(each not in self.migrations.held for each in self.epochs.carrier._begun):  # its threads
+        carrier = self.epochs.carrier  # its threads begin what there is, and wait for what is held
+        while (carrier._queue and len(carrier._threads) > len(carrier._begun)) or any(
+            each not in self.migrations.held for each in list(carrier._begun)
+        ):
             assert time.monotonic() < until, "a move does not end"
             time.sleep(0.0005)
 
@@ -149,6 +152,8 @@ class FakeMigrations:
         self.asked.append((request, to, by))
         if self.failure is not None:
             raise self.failure
+        if request in self.held and not self.held[request].done():
+            raise kvpool.StateError(f"request {request!r} is on its way already")
         if request not in self.instance.engine.requests:
             raise kvpool.StateError(f"the engine does not have request {request!r}")
         handle = Migration(request, to)

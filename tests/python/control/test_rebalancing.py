@@ -189,6 +189,33 @@ def test_the_moves_of_the_next_plan_come_instead_of_those_that_wait():
     assert one.moves == {"superseded": 2, "ok": 4}
 
 
+def test_a_request_that_begins_to_move_while_the_next_plan_is_accepted_moves_once():
+    """And the threads that carry out moves are all there afterwards."""
+    world = World()
+    one, _ = world.add_all(dict.fromkeys("abcd", 5), {})
+    one.migrations.hold = True
+
+    def carry(*names):
+        one.epochs.carrier.carry([PlannedMove(name, 1, 2, 5, "kv") for name in names], {2: "i2"}, 0)
+
+    for name in "ab":  # as many as go at once
+        carry(name)
+        eventually(lambda name=name: name in one.migrations.held)
+        carry(name)  # by a plan that was accepted before it began
+        one.migrations.hold = False
+        carry(name, "c" if name == "a" else "d")  # the second thread has no more to do when this has moved
+        eventually(lambda name=name: world.where()["c" if name == "a" else "d"] == 2)
+        one.migrations.hold = True
+        one.migrations.finish(name)
+    eventually(lambda: one.moves.get("ok") == 4)
+    assert [name for name, *_ in one.migrations.asked] == ["a", "c", "b", "d"]
+    assert one.moves == {"ok": 4, "void": 4}
+    one.engine.requests |= {"e": 5, "f": 5}
+    one.migrations.hold = False
+    carry("e", "e", "f")  # no plan says this
+    eventually(lambda: set(world.where().values()) == {2})
+
+
 def test_requests_that_cannot_be_published_stay_and_keep_their_room(caplog):
     world = World()
     world.add_all({"a": 40}, {"b": np.int64(20), "c": 0, "x" * 300: 30, "": 3})
