@@ -97,6 +97,7 @@ class FakeCluster:
     def __init__(self, instance):
         self.world, self.instance, self.valid, self.lost = instance.world, instance.number, True, 0
         self.name, self.failure = instance.name, None
+        self.lease_s, self.closed, self.close = 3.0, False, lambda: None
 
     @property
     def registration(self):
@@ -114,6 +115,9 @@ class FakeCluster:
             raise self.failure
         if self.instance in self.world.records:
             self.world.records[self.instance] = replace(self.world.records[self.instance], rebalancing=rebalancing)
+
+    def on_change(self, callback):
+        return self
 
     def members(self):
         unseen = self.world.hidden.get(self.instance, set())

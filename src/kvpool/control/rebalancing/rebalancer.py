@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import weakref
@@ -13,8 +14,9 @@ from kvpool.cluster import Cluster
 from kvpool.control.migration import Migrations
 from kvpool.control.rebalancing.engine import RebalancedEngine
 from kvpool.control.rebalancing.epochs import Epochs
+from kvpool.control.rebalancing.members import PublishesState
 from kvpool.control.rebalancing.totals import RebalancingTotals
-from kvpool.errors import ArgumentError, ClosedError, Error, StateError
+from kvpool.errors import ArgumentError, Error, StateError
 from kvpool.policy.rebalancing import SCHEDULERS, Planner, PolicyName
 
 __all__ = ["Rebalancer"]
@@ -87,7 +89,9 @@ class Rebalancer:
         )
         wake = self._wake
         self._watch = cluster.on_change(lambda event: wake.set())
-        args = weakref.ref(self._epochs), self._wake, self._stop, epoch_s
+        registration = cluster.registration
+        assert registration is not None, "else Epochs has raised"
+        args = weakref.ref(self._epochs), weakref.ref(registration), self._wake, self._stop, epoch_s
         self._thread = threading.Thread(target=_run, args=args, name="kvpool-rebalancing", daemon=True)
         self._thread.start()
 
@@ -144,20 +148,31 @@ def _planner(policy: PolicyName | Planner) -> Planner:
     return Planner(SCHEDULERS[policy])
 
 
-def _run(epochs: weakref.ref[Epochs], wake: threading.Event, stop: threading.Event, epoch_s: float) -> None:
+def _run(
+    epochs: weakref.ref[Epochs],
+    registration: weakref.ref[PublishesState],
+    wake: threading.Event,
+    stop: threading.Event,
+    epoch_s: float,
+) -> None:
     """Steps a few times an epoch, and when something has changed; until it is to stop or its owner is gone."""
     while not stop.is_set():
         strong = epochs()
-        if strong is None:
+        if strong is None:  # its owner has dropped it without `close`: nobody is to wait for its plans
+            with contextlib.suppress(Error):
+                if (member := registration()) is not None:
+                    member.publish(rebalancing={})
             return
         try:
             strong.step()
-        except ClosedError:
-            return
-        except StateError as error:  # another incarnation has the name
-            _log.info("this instance takes no part: %s", error)
-        except Exception:
-            _log.exception("a step of rebalancing has failed; it is tried again")
+        except Exception as error:  # the engine's, too
+            if strong.left:
+                return
+            if isinstance(error, StateError):  # another incarnation has the name
+                _log.info("this instance takes no part: %s", error)
+            else:
+                _log.exception("a step of rebalancing has failed; it is tried again")
+            strong.failed()
         del strong
         if not stop.wait(epoch_s / 16):  # so that many changes at once cost one step
             wake.wait(epoch_s / 4)

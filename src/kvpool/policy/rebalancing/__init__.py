@@ -2,6 +2,7 @@
 
     states                                      what each instance says: InstanceState
     Planner(...).plan(states, number, planner)  -> EpochPlan, the same at every instance that has the same states
+    Beats.planner(others, now)                  who plans
     PlanBook.accept(plan, planner)              each plan at most once, none of an old epoch or of a planner replaced
     duties_of(plan, instance, ...)              what one instance does of it
 
@@ -9,6 +10,7 @@ Pure: data in, plans out; kvpool.control.rebalancing publishes and carries out. 
 epochs, section V the two ways and their boundaries.
 """
 
+from kvpool.policy.rebalancing.beats import Beats
 from kvpool.policy.rebalancing.fields import NAME_BYTES_MAX
 from kvpool.policy.rebalancing.picture import Picture, picture_of
 from kvpool.policy.rebalancing.plan import EpochPlan, Placement, PlannedMove, PlanNumber, plan_from, plan_json
@@ -21,6 +23,7 @@ __all__ = [
     "NAME_BYTES_MAX",
     "SCHEDULERS",
     "UNBOUNDED",
+    "Beats",
     "Duties",
     "EpochPlan",
     "InstanceState",

@@ -76,10 +76,13 @@ class EpochPlan:
     deferred: int = 0
 
     def asks_the_same(self, other: EpochPlan) -> bool:
-        """Whether it differs from another plan in its number only, and nothing in it is to be done again."""
+        """Whether it differs from another plan in its number only, and nothing in it is to be done again.
+
+        What was accepted may not have been done: a move has failed, or an instance had got something and did not end.
+        """
         mine = (self.planner, self.moves, self.placed, self.starts, self.ends, self.deferred)
         theirs = (other.planner, other.moves, other.placed, other.starts, other.ends, other.deferred)
-        return mine == theirs and not self.moves and not self.placed
+        return mine == theirs and not (self.moves or self.placed or self.ends)
 
     def within(self, bytes_max: int = PLAN_BYTES_MAX) -> EpochPlan:
         """The same plan with as many of its moves and placements as fit into so many bytes: the others wait."""
