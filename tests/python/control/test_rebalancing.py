@@ -15,7 +15,15 @@ from control.rebalancing_kit import CAPACITY, World
 
 import kvpool
 from kvpool.control.rebalancing import moves_of
-from kvpool.policy.rebalancing import EpochPlan, PlannedMove, PlanNumber, plan_json, state_from
+from kvpool.policy.rebalancing import (
+    EpochPlan,
+    InstanceState,
+    PlannedMove,
+    PlanNumber,
+    plan_json,
+    state_from,
+    state_json,
+)
 
 
 def test_the_lowest_instance_plans_and_all_carry_out():
@@ -282,6 +290,20 @@ def test_what_another_member_publishes_cannot_stop_an_instance():
     world.records |= {3: bad, 4: worse}
     world.rounds(6)
     assert len(set(world.where().values())) == 1
+
+
+@pytest.mark.parametrize("last", [(3, (1 << 53) - 1), (3, 1 << 48), (1 << 47, 3)])
+def test_numbers_that_another_member_makes_up_do_not_end_the_plans(last, caplog):
+    world = World()
+    world.add_all({"a": 40}, {"b": 40}, {"c": 30})
+    state = state_json(InstanceState(4, CAPACITY, last=PlanNumber(*last)))
+    world.records[4] = kvpool.Member("evil", 4, 8, "both", rebalancing={"state": state})
+    world.rounds(4)
+    del world.records[4]
+    world.rounds(16)
+    assert len(set(world.where().values())) == 2
+    assert world.records[3].rebalancing["state"]["n"][1] < 1000
+    assert any(record.member == "evil" for record in caplog.records if hasattr(record, "member"))
 
 
 def test_what_the_application_raises_is_logged_and_the_epochs_go_on(caplog):

@@ -17,6 +17,7 @@ from kvpool.control.rebalancing.totals import Tally
 from kvpool.errors import Error, StateError
 from kvpool.policy.rebalancing import (
     NAME_BYTES_MAX,
+    NO_PLAN,
     Beats,
     EpochPlan,
     InstanceState,
@@ -112,6 +113,7 @@ class Epochs:
         self._beat = 0
         self._beat_at = clock() - epoch_s
         self._failing_since: float | None = None
+        self._logged: set[int] = set()  # whose numbers cannot be
         self._draining = False
         self._terminated = False
         self._publishing = threading.Lock()  # of the next two
@@ -147,6 +149,8 @@ class Epochs:
         began, lease = self._clock(), self._lease()  # before what the others say: it may be stopped in between
         said = self._members.read(self._cluster.members())
         said.pop(self._instance, None)  # what this instance says is here, and newer
+        for instance in self._strange(said):
+            del said[instance]
         planner = self._beats.planner({instance: each.beat for instance, each in said.items()}, began)
         if lease is not None and self._is_new(began, lease):
             plan = said[planner].plan if planner in said else None
@@ -222,6 +226,16 @@ class Epochs:
     def _lease(self) -> int | None:
         """Which of its leases this instance has: one that it has regained is another. None: it has none."""
         return self._registration.leases_lost if self._registration.lease_valid() else None
+
+    def _strange(self, said: dict[int, Said]) -> set[int]:
+        """Instances that take no part, whatever they say: their numbers would end all plans. Logged once."""
+        numbers = {each: max(one.state.last, one.plan.number if one.plan else NO_PLAN) for each, one in said.items()}
+        found = self._book.strange(numbers)
+        for instance in found - self._logged:
+            why = "its plans have numbers that cannot be"
+            _log.warning("instance %d is left out: %s", instance, why, extra={"member": said[instance].name})
+        self._logged = found
+        return found
 
     def _is_new(self, began: float, lease: int) -> bool:
         """Whether what was read in a step counts: the others have not given this instance up since the step began."""

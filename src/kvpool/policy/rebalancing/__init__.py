@@ -13,7 +13,7 @@ epochs, section V the two ways and their boundaries.
 from kvpool.policy.rebalancing.beats import Beats
 from kvpool.policy.rebalancing.fields import NAME_BYTES_MAX
 from kvpool.policy.rebalancing.picture import Picture, picture_of
-from kvpool.policy.rebalancing.plan import EpochPlan, Placement, PlannedMove, PlanNumber, plan_from, plan_json
+from kvpool.policy.rebalancing.plan import NO_PLAN, EpochPlan, Placement, PlannedMove, PlanNumber, plan_from, plan_json
 from kvpool.policy.rebalancing.planner import UNBOUNDED, Planner
 from kvpool.policy.rebalancing.schedulers import SCHEDULERS, PolicyName, Scheduler
 from kvpool.policy.rebalancing.states import InstanceState, RunningRequest, WaitingRequest, state_from, state_json
@@ -21,6 +21,7 @@ from kvpool.policy.rebalancing.turns import Duties, PlanBook, duties_of, planner
 
 __all__ = [
     "NAME_BYTES_MAX",
+    "NO_PLAN",
     "SCHEDULERS",
     "UNBOUNDED",
     "Beats",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from kvpool.errors import ArgumentError
-from kvpool.policy.rebalancing.fields import UNREADABLE, count_in, name_in
+from kvpool.policy.rebalancing.fields import UNREADABLE, count_in, name_in, number_in
 from kvpool.policy.rebalancing.plan import NO_PLAN, PlanNumber
 
 __all__ = ["STATE_BYTES_MAX", "InstanceState", "RunningRequest", "WaitingRequest", "state_from", "state_json"]
@@ -129,7 +129,7 @@ def state_from(fields: Mapping[str, Any], instance: int) -> InstanceState | None
             waiting,
             count_in(fields["g"]),
             count_in(fields["s"]),
-            PlanNumber(count_in(term), count_in(epoch)),
+            PlanNumber(number_in(term), number_in(epoch)),
             count_in(fields["i"]),
             bool(count_in(fields["d"])),
             count_in(fields.get("a", 0)),  # earlier releases do not say it
