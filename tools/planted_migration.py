@@ -78,7 +78,7 @@ MIGRATION_BUGS: Final[tuple[Bug, ...]] = (
         "an offer that was repeated is accepted again when it has failed: a request arrives that has stayed",
         in_python(
             "policy/migration/registry.py",
-            "            and said.id.number not in self._used[said.id.source]\n",
+            "            and said.id.number not in self._used_of(said.id.source)\n",
             "",
         ),
         _PROTOCOL,
