@@ -174,7 +174,7 @@ REBALANCING_BUGS: Final = (
         "a planner that was stopped for longer than its lease while it planned carries out its plan when it wakes",
         in_python(
             "control/rebalancing/epochs.py",
-            "        if not self._is_new(began, lease):  #",
+            "        if self._late:  #",
             "        if False:  #",
         ),
         _LEASES,
@@ -231,9 +231,7 @@ REBALANCING_BUGS: Final = (
         "woken-planner-believes-itself",
         "control",
         "a planner that was stopped while it planned wakes as a member again, and carries out what it has planned",
-        in_python(
-            "control/rebalancing/epochs.py", "        if not self._is_new(began, lease):  #", "        if False:  #"
-        ),
+        in_python("control/rebalancing/epochs.py", "        if self._late:  #", "        if False:  #"),
         _KILLED,
         build="python",
     ),

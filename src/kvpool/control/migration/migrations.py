@@ -55,8 +55,8 @@ class Migrations:
         rules: When rounds end.
         timing: Of the protocol.
         arrivals_max: So many requests may be on their way to here; others are refused.
-        gone: Asked whether an incarnation of a peer has ended or is fenced, with the name and the number, if neither
-            this host nor the cluster proves it.
+        gone: Asked whether an incarnation of a peer has ended or is fenced, with the name and the number, if nothing on
+            this host proves its end. "ended" also counts for one that the cluster has fenced: it will never wake.
         on_received: Gets the items of the inbox that are no messages of migrations.
         take_inbox: False: the engine reads the inbox, and gives items to `take`.
 
@@ -218,7 +218,10 @@ class Migrations:
             return tuple(each.handle for each in self._leaving.values())
 
     def arriving(self) -> tuple[str, ...]:
-        """The names of the requests that come, and of those that came and whose source does not know it yet."""
+        """The names of the requests that come, and of those that came and whose source does not know it yet.
+
+        Not of those that have ended here and whose source is fenced: they keep no instance from its end.
+        """
         return self._incoming.names()
 
     def totals(self) -> MigrationTotals:

@@ -112,6 +112,7 @@ class Epochs:
         self._step_max_s = quiet_max_s / 2
         self._beat = 0
         self._beat_at = clock() - epoch_s
+        self._late = False  # whether the last plan was dropped
         self._failing_since: float | None = None
         self._logged: set[int] = set()  # whose numbers cannot be
         self._draining = False
@@ -242,7 +243,8 @@ class Epochs:
         return self._lease() == lease and self._clock() - began < self._step_max_s and not self._left
 
     def _count_epoch(self, now: float) -> None:
-        if now - self._beat_at >= self._epoch_s:
+        """Goes on with its beat, once an epoch. One whose plans come too late lets the next member plan."""
+        if now - self._beat_at >= self._epoch_s and not self._late:
             self._beat += 1
             self._beat_at = now
 
@@ -281,7 +283,8 @@ class Epochs:
         states = [self._state(said), *(each.state for each in said.values())]
         number = self._book.next_number(states)
         plan = self._planner.plan(states, number, self._instance)
-        if not self._is_new(began, lease):  # it was stopped meanwhile: another one plans, or has planned
+        self._late = not self._is_new(began, lease)
+        if self._late:  # it was stopped meanwhile: another one plans, or has planned
             _log.warning("a plan was dropped: it was %.1f s in the making", self._clock() - began)
             return
         if self._plan is None:

@@ -27,8 +27,8 @@ _log = logging.getLogger("kvpool.rebalancing")
 class Rebalancer:
     """Takes part in the epochs of a cluster: its requests move, begin and end where one plan of all instances says.
 
-    The live member with the lowest id plans, anybody takes over. Each instance has one of these, with equal settings. A
-    context manager; thread-safe.
+    The live member with the lowest id plans; another takes over when it dies, or does not plan any more. Each instance
+    has one of these, with equal settings. A context manager; thread-safe.
 
     Args:
         migrations: Of the pool: they carry out the moves.
