@@ -243,6 +243,27 @@ def test_an_instance_whose_rebalancer_is_dropped_or_fails_takes_no_part():
     assert two.record == {}
 
 
+def test_a_rebalancer_that_is_dropped_takes_nothing_back_for_the_one_that_has_followed():
+    world = World()
+    one, _ = world.add_all({"a": 30}, {})
+    said = []
+    publish = one.cluster.publish
+    one.cluster.publish = lambda *, rebalancing: (said.append(rebalancing), publish(rebalancing=rebalancing))
+
+    def rebalancer():
+        return Rebalancer(one.migrations, one.engine, one.cluster, capacity=96, epoch_s=0.02)
+
+    dropped = rebalancer()
+    thread = dropped._thread
+    with rebalancer():
+        eventually(lambda: one.record)
+        del dropped
+        gc.collect()
+        thread.join(20)
+        assert not thread.is_alive()
+        assert {} not in said
+
+
 class Drowsy(Planner):
     """Its world decides whether it falls asleep before it plans, or when it has."""
 

@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import get_args
+from typing import Final, get_args
 
 from kvpool.cluster import Cluster
 from kvpool.control.migration import Migrations
@@ -22,6 +22,10 @@ from kvpool.policy.rebalancing import SCHEDULERS, Planner, PolicyName
 __all__ = ["Rebalancer"]
 
 _log = logging.getLogger("kvpool.rebalancing")
+
+
+# The thread of the rebalancer that speaks for each member: the latest.
+_SPEAKERS: Final[weakref.WeakKeyDictionary[PublishesState, threading.Thread]] = weakref.WeakKeyDictionary()
 
 
 class Rebalancer:
@@ -93,6 +97,7 @@ class Rebalancer:
         assert registration is not None, "else Epochs has raised"
         args = weakref.ref(self._epochs), weakref.ref(registration), self._wake, self._stop, epoch_s
         self._thread = threading.Thread(target=_run, args=args, name="kvpool-rebalancing", daemon=True)
+        _SPEAKERS[registration] = self._thread
         self._thread.start()
 
     def totals(self) -> RebalancingTotals:
@@ -159,8 +164,9 @@ def _run(
     while not stop.is_set():
         strong = epochs()
         if strong is None:  # its owner has dropped it without `close`: nobody is to wait for its plans
-            with contextlib.suppress(Error):
-                if (member := registration()) is not None:
+            member = registration()
+            if member is not None and _SPEAKERS.get(member) is threading.current_thread():
+                with contextlib.suppress(Error):
                     member.publish(rebalancing={})
             return
         try:
