@@ -78,7 +78,7 @@ MIGRATION_BUGS: Final[tuple[Bug, ...]] = (
         "an offer that was repeated is accepted again when it has failed: a request arrives that has stayed",
         in_python(
             "policy/migration/registry.py",
-            "            and said.id.number not in self._used[said.id.source]\n",
+            "            and said.id.number not in self._used_of(said.id.source)\n",
             "",
         ),
         _PROTOCOL,
@@ -166,10 +166,10 @@ MIGRATION_BUGS: Final[tuple[Bug, ...]] = (
         "a request is taken back from a destination that was only silent: both decode it",
         in_python(
             "control/migration/evidence.py",
-            "        return self._ask_engine(peer, incarnation)",
+            "        told = self._ask_engine(peer, incarnation)",
             "        if all(info.name != peer for info in self._pool.peers):\n"
             '            return "ended"\n'
-            "        return self._ask_engine(peer, incarnation)",
+            "        told = self._ask_engine(peer, incarnation)",
         ),
         ("multiprocess/test_migration_kill.py",),
         build="python",
@@ -180,12 +180,20 @@ MIGRATION_BUGS: Final[tuple[Bug, ...]] = (
         "a request is taken back because its destination could not say that it decodes: both decode it",
         in_python(
             "control/migration/evidence.py",
-            "        return self._ask_engine(peer, incarnation)",
+            "        told = self._ask_engine(peer, incarnation)",
             "        if all(info.name != peer for info in self._pool.peers):\n"
             '            return "fenced"\n'
-            "        return self._ask_engine(peer, incarnation)",
+            "        told = self._ask_engine(peer, incarnation)",
         ),
         ("multiprocess/test_migration_link.py",),
+        build="python",
+    ),
+    Bug(
+        "fenced-for-ever",
+        "control",
+        "an operator who knows that a fenced source's host is dead is not asked: its requests are kept for ever",
+        in_python("control/migration/evidence.py", "if fenced and told is None else told", "if fenced else told"),
+        ("python/control/test_migration_evidence.py",),
         build="python",
     ),
     Bug(

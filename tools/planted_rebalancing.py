@@ -81,10 +81,63 @@ REBALANCING_BUGS: Final = (
         "moves of a plan that have not begun are carried out after the next plan has come",
         in_python(
             "control/rebalancing/carrying.py",
-            "            self._queue = deque((move, names[move.destination], lease) for move in moves)\n",
-            "            self._queue.extend((move, names[move.destination], lease) for move in moves)\n",
+            "            self._queue = deque((move, names[move.destination], lease) for move in free)\n",
+            "            self._queue.extend((move, names[move.destination], lease) for move in free)\n",
         ),
         _EPOCHS,
+        build="python",
+    ),
+    Bug(
+        "begun-twice",
+        "control",
+        "a request that begins to move while the next plan is accepted moves twice: its mover dies, and at last all do",
+        in_python("control/rebalancing/carrying.py", " if move.request not in self._begun]", "]")
+        + in_python("control/rebalancing/carrying.py", "if move.request not in self._begun:", "if True:")
+        + in_python(
+            "control/rebalancing/carrying.py", "self._begun.pop(move.request, None)", "del self._begun[move.request]"
+        )
+        + in_python(
+            "control/rebalancing/carrying.py",
+            "        finally:  # whatever has happened: another one is started for the next plan\n"
+            "            with self._lock:\n"
+            "                self._threads.discard(threading.current_thread())\n",
+            "        finally:\n            pass\n",
+        ),
+        _EPOCHS,
+        build="python",
+    ),
+    Bug(
+        "end-asked-for-once",
+        "policy",
+        "an instance that was asked to end and could not just then is never asked again: it runs empty for ever",
+        in_python(
+            "policy/rebalancing/plan.py", "(self.moves or self.placed or self.ends)", "(self.moves or self.placed)"
+        ),
+        _EPOCHS,
+        build="python",
+    ),
+    Bug(
+        "ends-while-a-request-comes",
+        "control",
+        "an instance does not say that a request is on its way to it: it is asked to end, again and again",
+        in_python("control/rebalancing/epochs.py", "            len(arriving),\n", "            0,\n"),
+        _EPOCHS,
+        build="python",
+    ),
+    Bug(
+        "planner-that-only-lives",
+        "policy",
+        "a planner whose heartbeat goes on and whose plans do not is waited for, for ever: nobody plans",
+        in_python("policy/rebalancing/beats.py", "            left.discard(found)\n", "            break\n"),
+        _LEASES,
+        build="python",
+    ),
+    Bug(
+        "back-after-the-end",
+        "control",
+        "a step that outlives the end of a rebalancer publishes once more: all wait for the plans of one that is none",
+        in_python("control/rebalancing/epochs.py", "if fields != self._published and not self._left:", "if True:"),
+        _LEASES,
         build="python",
     ),
     Bug(
@@ -93,7 +146,7 @@ REBALANCING_BUGS: Final = (
         "an instance that the cluster has given up goes on planning and carrying out",
         in_python(
             "control/rebalancing/epochs.py",
-            "        if lease is not None and self._lease() == lease:\n",
+            "        if lease is not None and self._is_new(began, lease):\n",
             "        lease = lease or 0\n        if True:\n",
         ),
         _LEASES,
@@ -121,7 +174,7 @@ REBALANCING_BUGS: Final = (
         "a planner that was stopped for longer than its lease while it planned carries out its plan when it wakes",
         in_python(
             "control/rebalancing/epochs.py",
-            "        if self._lease() != lease:  #",
+            "        if self._late:  #",
             "        if False:  #",
         ),
         _LEASES,
@@ -132,7 +185,9 @@ REBALANCING_BUGS: Final = (
         "control",
         "an instance that was stopped for longer than its lease acts on what it has read before",
         in_python(
-            "control/rebalancing/epochs.py", "if lease is not None and self._lease() == lease:", "if lease is not None:"
+            "control/rebalancing/epochs.py",
+            "if lease is not None and self._is_new(began, lease):",
+            "if lease is not None:",
         ),
         _LEASES,
         build="python",
@@ -141,7 +196,9 @@ REBALANCING_BUGS: Final = (
         "begun-under-an-old-lease",
         "control",
         "an instance that has lost its lease goes on with the moves of its last plan that wait",
-        in_python("control/rebalancing/carrying.py", " if self._lease() == lease else", " if True else"),
+        in_python(
+            "control/rebalancing/carrying.py", "            if self._lease() != lease:\n", "            if False:\n"
+        ),
         _LEASES,
         build="python",
     ),
@@ -174,7 +231,7 @@ REBALANCING_BUGS: Final = (
         "woken-planner-believes-itself",
         "control",
         "a planner that was stopped while it planned wakes as a member again, and carries out what it has planned",
-        in_python("control/rebalancing/epochs.py", "        if self._lease() != lease:  #", "        if False:  #"),
+        in_python("control/rebalancing/epochs.py", "        if self._late:  #", "        if False:  #"),
         _KILLED,
         build="python",
     ),

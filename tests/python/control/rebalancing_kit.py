@@ -74,7 +74,10 @@ class Instance:
     def step(self):
         self.epochs.step()
         until = time.monotonic() + 20
-        while any(each not in self.migrations.held for each in self.epochs.carrier._begun):  # its threads
+        carrier = self.epochs.carrier  # its threads begin what there is, and wait for what is held
+        while (carrier._queue and len(carrier._threads) > len(carrier._begun)) or any(
+            each not in self.migrations.held for each in list(carrier._begun)
+        ):
             assert time.monotonic() < until, "a move does not end"
             time.sleep(0.0005)
 
@@ -94,6 +97,7 @@ class FakeCluster:
     def __init__(self, instance):
         self.world, self.instance, self.valid, self.lost = instance.world, instance.number, True, 0
         self.name, self.failure = instance.name, None
+        self.lease_s, self.closed, self.close = 3.0, False, lambda: None
 
     @property
     def registration(self):
@@ -111,6 +115,9 @@ class FakeCluster:
             raise self.failure
         if self.instance in self.world.records:
             self.world.records[self.instance] = replace(self.world.records[self.instance], rebalancing=rebalancing)
+
+    def on_change(self, callback):
+        return self
 
     def members(self):
         unseen = self.world.hidden.get(self.instance, set())
@@ -149,6 +156,8 @@ class FakeMigrations:
         self.asked.append((request, to, by))
         if self.failure is not None:
             raise self.failure
+        if request in self.held and not self.held[request].done():
+            raise kvpool.StateError(f"request {request!r} is on its way already")
         if request not in self.instance.engine.requests:
             raise kvpool.StateError(f"the engine does not have request {request!r}")
         handle = Migration(request, to)

@@ -46,7 +46,7 @@ def test_a_request_goes_on_decoding_while_its_blocks_move(places, reader, by):
     result = moving.wait()
     assert moving.state == "there"
     assert "r" not in a.engine.requests
-    eventually(lambda: len(reader.tokens.get("r", [])) == 160)  # none is put out yet, if all moved at once
+    eventually(lambda: len(reader.tokens.get("r", ())) == 160)
     for each in places:
         each.engine.end()
     assert {engine for (_, term), engine in reader.by.items() if term == policy.Term(1, a.pool._incarnation())} == {"b"}
@@ -125,6 +125,11 @@ def test_a_request_that_cannot_go_is_refused_at_once(places):
         a.migrations.migrate("r", "b", timeout=0)
     with pytest.raises(kvpool.PeerLost):
         a.migrations.migrate("r", "nobody")
+    long = "x" * 1025  # is read by nobody
+    a.engine.begin(long, prompt_of(15), LENGTH)
+    with pytest.raises(kvpool.ArgumentError, match="name of a request has 1025"):
+        a.migrations.migrate(long, "b")
+    a.engine.finish(long)
     a.engine.begin("r", prompt_of(15), LENGTH)
     go = threading.Event()
     b.engine.before["admit"] = lambda _: go.wait(20)

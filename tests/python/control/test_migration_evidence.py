@@ -115,6 +115,44 @@ def test_the_engine_can_say_who_is_gone():
     assert evidence.of("b", 8) is None
 
 
+def test_the_engine_can_say_that_who_is_fenced_has_ended():
+    told = {}
+    one, evidence = begin(1, "tcp 10.0.0.2:4000", in_cluster=True, gone=lambda name, incarnation: told.get(name))
+    one.listed = []
+    assert evidence.of("b", 7) == "fenced"
+    told["b"] = "ended"
+    assert evidence.of("b", 7) == "ended"
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_process_that_has_ended_costs_no_descriptor(asked):
+    one = StandIn(1)
+    evidence = Evidence(one, one, None)
+    for number in range(3):
+        with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+            one.peers = [SimpleNamespace(name="b", incarnation=number, pid=process.pid, link="unix")]
+            one.listed = [SimpleNamespace(incarnation=each) for each in range(100)]
+            assert evidence.incarnation("b") == number
+            process.kill()
+        if asked:
+            assert evidence.of("b", number) == "ended"
+        assert len(evidence._processes) == (0 if asked else 1)
+    assert [evidence.of("b", number) for number in range(3)] == ["ended"] * 3
+    assert not evidence._processes
+    assert len(evidence._members) <= 3  # of the many that the cluster lists
+
+
+def test_only_the_latest_incarnations_are_remembered(monkeypatch):
+    monkeypatch.setattr("kvpool.control.migration.evidence._PEERS_MAX", 2)
+    one, evidence = begin(1, "tcp 10.0.0.2:4000", in_cluster=True)
+    for number in (8, 9):
+        one.peers = [SimpleNamespace(name="b", incarnation=number, pid=1, link="tcp 10.0.0.2:4000")]
+        one.listed = [SimpleNamespace(incarnation=number)]
+        assert evidence.incarnation("b") == number
+    one.listed = []
+    assert [evidence.of("b", number) for number in (7, 8, 9)] == [None, "fenced", "fenced"]
+
+
 def test_nothing_is_proved_to_a_pool_that_is_closed():
     one, evidence = begin(os.getpid())
     assert evidence.incarnation("c") is None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from control.migration_kit import Place, Reader, eventually, prompt_of, reference
@@ -16,6 +17,7 @@ import kvpool
 from kvpool.control.migration import Timing
 from kvpool.control.migration.background import Chores
 from kvpool.control.migration.room import Room
+from kvpool.control.migration.talking import Dialogue
 
 LENGTH = 60
 
@@ -139,20 +141,63 @@ def test_a_destination_that_is_closed_says_what_it_decodes_and_nothing_else(make
         check(reader, b.engine, "r", prompt)
 
 
-def test_an_error_while_the_way_is_chosen_leaves_no_room_taken(make, reader):
+@pytest.mark.parametrize(
+    ("error", "seen"), [(KeyError("link"), kvpool.StateError), (kvpool.OutOfBlocks("batch"), kvpool.OutOfBlocks)]
+)
+def test_an_error_while_the_way_is_chosen_leaves_no_room_taken(make, reader, error, seen):
     class Costs:
         def choose(self, *_):
-            raise KeyError("link")
+            raise error
 
     a, b = make({"costs": Costs(), "arrivals_max": 1})
     prompt = prompt_of(4)
     a.engine.begin("r", prompt, LENGTH)
     for _ in range(2):  # and the slot is free again
-        with pytest.raises(kvpool.StateError, match="KeyError"):
+        with pytest.raises(seen, match=r"link|batch"):
             a.migrations.migrate("r", "b").wait(20)
     b.check_empty()
     a.migrations.migrate("r", "b", by="kv").wait(20)
     check(reader, b.engine, "r", prompt)
+
+
+def test_whoever_waits_ends_though_the_last_word_cannot_be_said(make, reader, monkeypatch):
+    a, b = make()
+    a.engine.begin("r", prompt_of(4), LENGTH)
+    finish = Failing(Dialogue.finish)
+    monkeypatch.setattr(Dialogue, "finish", lambda self: finish(self))
+    finish.left = 2  # of both
+    a.migrations.migrate("r", "b").wait(20)
+    assert a.migrations.under_way() == ()
+    eventually(lambda: not b.migrations.arriving())
+    check(reader, b.engine, "r", prompt_of(4))
+
+
+def test_a_request_for_which_there_is_no_thread_stays_and_can_go_later(make, reader, monkeypatch):
+    a, b = make()
+    a.engine.begin("r", prompt_of(4), LENGTH)
+    start = threading.Thread.start
+
+    def fails(thread):
+        if thread.name == "kvpool-migration":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", fails)
+    with pytest.raises(RuntimeError, match="new thread"):
+        a.migrations.migrate("r", "b")
+    assert a.migrations.under_way() == ()
+    assert not a.migrations._threads._running
+    fail_at, started = iter([False, True]), fails
+
+    def fails_there(thread):
+        started(thread) if thread.name == "kvpool-migration" and next(fail_at) else start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", fails_there)
+    with pytest.raises(kvpool.StateError, match="new thread"):
+        a.migrations.migrate("r", "b").wait(20)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    a.migrations.migrate("r", "b").wait(20)
+    check(reader, b.engine, "r", prompt_of(4))
 
 
 def test_pools_of_one_process_that_lose_their_link_keep_their_requests(make, reader):
@@ -262,6 +307,38 @@ def test_a_request_that_only_its_destination_has_waits_for_room(make, reader):
     eventually(lambda: "r" in b.engine.requests)
     check(reader, b.engine, "r", prompt)
     del b.pool.fetch
+
+
+def test_a_request_of_a_fenced_source_that_has_ended_keeps_no_instance(make, reader):
+    """Its host is gone, and nothing but the cluster's word proves that: until somebody says that it has ended."""
+    proofs, go = [], threading.Event()
+    a, b = make({"gone": lambda name, incarnation: proofs[-1] if proofs else None})
+    a.engine.before["release"] = lambda _: (proofs.append("fenced"), go.wait(60))
+    a.engine.begin("r", prompt_of(1), LENGTH)
+    a.migrations.migrate("r", "b")
+    arrivals = b.migrations._incoming._arrivals
+    eventually(lambda: arrivals.kept)
+    assert b.migrations.arriving() == ("r",)
+    b.engine.finish("r")
+    eventually(lambda: b.migrations.arriving() == ())
+    assert [each.by_proof for each in arrivals.kept] == [True]  # it may wake and ask
+    proofs.append("ended")
+    eventually(lambda: not arrivals.kept)
+    go.set()
+
+
+def test_a_source_that_is_fenced_is_asked_more_and_more_rarely(make, monkeypatch):
+    _, b = make({"timing": Timing(repeat_s=1.0, silence_s=8.0)})
+    clock, asked = [0], []
+    incoming, found = b.migrations._incoming, SimpleNamespace(id=None, by_proof=False)
+    monkeypatch.setattr("kvpool.control.migration.incoming.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(incoming, "_ask", lambda *_: asked.append(clock[0]))
+    monkeypatch.setattr(incoming, "_arrivals", SimpleNamespace(find=lambda _: found))
+    ask = incoming._asking(found, None)
+    for clock[0] in range(40):
+        found.by_proof = clock[0] >= 3  # before, it was only silent
+        assert not ask()
+    assert asked == [0, 1, 2, 3, 5, 9, 17, 25, 33]
 
 
 def test_sources_that_are_fenced_use_up_no_place_of_those_that_come(make, reader):

@@ -15,7 +15,15 @@ from control.rebalancing_kit import CAPACITY, World
 
 import kvpool
 from kvpool.control.rebalancing import moves_of
-from kvpool.policy.rebalancing import EpochPlan, PlannedMove, PlanNumber, plan_json, state_from
+from kvpool.policy.rebalancing import (
+    EpochPlan,
+    InstanceState,
+    PlannedMove,
+    PlanNumber,
+    plan_json,
+    state_from,
+    state_json,
+)
 
 
 def test_the_lowest_instance_plans_and_all_carry_out():
@@ -189,6 +197,33 @@ def test_the_moves_of_the_next_plan_come_instead_of_those_that_wait():
     assert one.moves == {"superseded": 2, "ok": 4}
 
 
+def test_a_request_that_begins_to_move_while_the_next_plan_is_accepted_moves_once():
+    """And the threads that carry out moves are all there afterwards."""
+    world = World()
+    one, _ = world.add_all(dict.fromkeys("abcd", 5), {})
+    one.migrations.hold = True
+
+    def carry(*names):
+        one.epochs.carrier.carry([PlannedMove(name, 1, 2, 5, "kv") for name in names], {2: "i2"}, 0)
+
+    for name in "ab":  # as many as go at once
+        carry(name)
+        eventually(lambda name=name: name in one.migrations.held)
+        carry(name)  # by a plan that was accepted before it began
+        one.migrations.hold = False
+        carry(name, "c" if name == "a" else "d")  # the second thread has no more to do when this has moved
+        eventually(lambda name=name: world.where()["c" if name == "a" else "d"] == 2)
+        one.migrations.hold = True
+        one.migrations.finish(name)
+    eventually(lambda: one.moves.get("ok") == 4)
+    assert [name for name, *_ in one.migrations.asked] == ["a", "c", "b", "d"]
+    assert one.moves == {"ok": 4, "void": 4}
+    one.engine.requests |= {"e": 5, "f": 5}
+    one.migrations.hold = False
+    carry("e", "e", "f")  # no plan says this
+    eventually(lambda: set(world.where().values()) == {2})
+
+
 def test_requests_that_cannot_be_published_stay_and_keep_their_room(caplog):
     world = World()
     world.add_all({"a": 40}, {"b": np.int64(20), "c": 0, "x" * 300: 30, "": 3})
@@ -213,6 +248,40 @@ def test_an_instance_that_drains_is_emptied_and_ends_once():
     assert (one.terminated, two.terminated) == (0, 1)
 
 
+def test_an_instance_that_something_is_on_its_way_to_is_asked_to_end_when_that_has_failed():
+    world = World()
+    one, two, _ = world.add_all({"a": 90}, {}, {"c": 5})
+    two.migrations.arriving = lambda: ("r",)  # its source has not published yet that it leaves
+    two.epochs.drain()
+    world.rounds(8)
+    assert 2 not in one.record["plan"]["e"]
+    two.migrations.arriving = lambda: ()
+    world.rounds(8)
+    assert two.terminated == 1
+
+
+def test_an_end_that_was_accepted_and_not_carried_out_is_asked_for_again():
+    world = World()
+    one, two = world.add_all({"a": 90}, {})
+    accept = two.epochs._book.accept
+
+    def once(plan, *more):
+        found = accept(plan, *more)
+        if found and plan.ends:
+            two.epochs._book.accept = accept
+            raise OSError("in the middle of a step")
+        return found
+
+    two.epochs._book.accept = once
+    world.rounds(1)
+    with pytest.raises(OSError, match="middle"):
+        world.rounds(20)
+    assert two.terminated == 0
+    world.rounds(8)
+    assert two.terminated == 1
+    assert one.terminated == 0
+
+
 def test_what_another_member_publishes_cannot_stop_an_instance():
     world = World()
     world.add_all({"a": 10}, {"b": 10})
@@ -221,6 +290,20 @@ def test_what_another_member_publishes_cannot_stop_an_instance():
     world.records |= {3: bad, 4: worse}
     world.rounds(6)
     assert len(set(world.where().values())) == 1
+
+
+@pytest.mark.parametrize("last", [(3, (1 << 53) - 1), (3, 1 << 48), (1 << 47, 3)])
+def test_numbers_that_another_member_makes_up_do_not_end_the_plans(last, caplog):
+    world = World()
+    world.add_all({"a": 40}, {"b": 40}, {"c": 30})
+    state = state_json(InstanceState(4, CAPACITY, last=PlanNumber(*last)))
+    world.records[4] = kvpool.Member("evil", 4, 8, "both", rebalancing={"state": state})
+    world.rounds(4)
+    del world.records[4]
+    world.rounds(16)
+    assert len(set(world.where().values())) == 2
+    assert world.records[3].rebalancing["state"]["n"][1] < 1000
+    assert any(record.member == "evil" for record in caplog.records if hasattr(record, "member"))
 
 
 def test_what_the_application_raises_is_logged_and_the_epochs_go_on(caplog):

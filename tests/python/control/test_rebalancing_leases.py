@@ -6,12 +6,15 @@ others; and what nobody does, because the planner that is back has asked for it 
 
 from __future__ import annotations
 
+import gc
 import random
 
 import pytest
 from control.migration_kit import eventually
 from control.rebalancing_kit import World
 
+import kvpool
+from kvpool.control.rebalancing import Rebalancer
 from kvpool.policy.rebalancing import SCHEDULERS, EpochPlan, PlannedMove, Planner, PlanNumber, plan_json
 
 
@@ -121,6 +124,144 @@ def test_moves_that_have_not_begun_when_the_lease_is_lost_never_begin(regained):
         one.migrations.finish(name)
     eventually(lambda: one.moves == {"ok": 2, "Fenced": 2})
     assert len(one.migrations.asked) == 2
+
+
+def test_another_instance_plans_when_the_planner_steps_no_more_and_stays_a_member():
+    """It comes back with the plan that it had made, and plans in a new term."""
+    world = World()
+    one, two, three = world.add_all({"a": 90}, {"b": 90}, {"c": 80})
+    world.rounds(4)
+    assert one.epochs.plans
+    term = three.record["state"]["n"][0]
+    world.rounds(8, but=(1,))
+    assert not two.epochs.plans  # it may be slow
+    world.rounds(12, but=(1,))
+    assert two.epochs.plans
+    three.epochs.drain()
+    world.instances[2].engine.requests.clear()
+    world.rounds(8, but=(1,))
+    assert three.record["state"]["n"][0] > term
+    assert three.terminated == 1
+    newer = three.record["state"]["n"]
+    assert one.record["plan"]["n"] < newer
+    world.rounds(8)
+    assert one.epochs.plans
+    assert not two.epochs.plans
+    assert one.record["plan"]["n"] > newer
+    assert one.record["plan"]["n"][0] > newer[0]
+
+
+def test_a_planner_that_fails_in_every_step_takes_no_part_until_it_does_not():
+    world = World()
+    one, two, _ = world.add_all({"a": 90}, {"b": 90}, {"c": 80})
+    world.rounds(2)
+    running = one.engine.running
+
+    def fails():
+        raise kvpool.ClosedError("the engine's")
+
+    one.engine.running = fails
+    one.step = lambda: step_of(one)
+    world.rounds(8)
+    assert one.record
+    world.rounds(2)
+    assert one.record == {}
+    world.rounds(3)
+    assert two.epochs.plans
+    one.engine.running = running
+    world.rounds(4)
+    assert one.record
+    assert one.epochs.plans
+    assert not two.epochs.plans
+    assert one.record["plan"]["n"][0] > 2
+
+
+def step_of(instance):
+    """As the thread of `Rebalancer` does it."""
+    try:
+        instance.epochs.step()
+    except kvpool.ClosedError:
+        instance.epochs.failed()
+
+
+def test_a_step_that_took_too_long_makes_no_plan_and_accepts_none(caplog):
+    """Its lease goes on; the others may have given it up all the same."""
+
+    class Slow(Planner):
+        def plan(self, states, number, planner):
+            world.now += 2.5
+            return super().plan(states, number, planner)
+
+    world = World()
+    world.planner = Slow(SCHEDULERS["mell"])
+    one, two = world.add_all({"a": 10}, {"b": 60})
+    world.rounds(6)
+    assert one.epochs.tally.totals().plans_made == 0
+    assert "was dropped" in caplog.text
+    assert one.record["beat"] == 1  # the next one may be quicker
+    assert one.migrations.asked == two.migrations.asked == []
+
+
+def test_a_step_that_outlives_the_end_says_and_does_nothing_more():
+    world = World()
+    one, two = world.add_all({"a": 30}, {"b": 30})
+    running = one.engine.running
+
+    def slowly():
+        one.engine.running = running
+        one.epochs.leave()  # `close` has waited for long enough
+        return running()
+
+    one.engine.running = slowly
+    world.rounds(1)
+    assert one.record == {}
+    world.rounds(1, but=(1,))
+    assert one.record == {}
+    world.rounds(4, but=(1,))
+    assert two.epochs.plans
+
+
+def test_an_instance_whose_rebalancer_is_dropped_or_fails_takes_no_part():
+    world = World()
+    one, two = world.add_all({"a": 30}, {"b": 30})
+
+    def rebalancer(each):
+        return Rebalancer(each.migrations, each.engine, each.cluster, capacity=96, epoch_s=0.02)
+
+    dropped, kept = rebalancer(one), rebalancer(two)
+    with kept:
+        eventually(lambda: one.record.get("plan"))
+        del dropped
+        gc.collect()
+        eventually(lambda: one.record == {})
+        eventually(lambda: kept.plans)
+        running = two.engine.running
+        two.engine.running = lambda: two.cluster.publish(no=1)  # a TypeError
+        eventually(lambda: two.record == {})
+        two.engine.running = running
+        eventually(lambda: kept.plans and two.record.get("plan"))
+    assert two.record == {}
+
+
+def test_a_rebalancer_that_is_dropped_takes_nothing_back_for_the_one_that_has_followed():
+    world = World()
+    one, _ = world.add_all({"a": 30}, {})
+    said = []
+    publish = one.cluster.publish
+    one.cluster.publish = lambda *, rebalancing: (said.append(rebalancing), publish(rebalancing=rebalancing))
+
+    def rebalancer():
+        return Rebalancer(one.migrations, one.engine, one.cluster, capacity=96, epoch_s=0.02)
+
+    dropped = rebalancer()
+    thread = dropped._thread
+    with rebalancer():
+        eventually(lambda: one.record)
+        del dropped
+        gc.collect()
+        thread.join(20)
+        assert not thread.is_alive()
+        assert {} not in said
 
 
 class Drowsy(Planner):

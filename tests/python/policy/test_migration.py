@@ -224,6 +224,27 @@ def test_offers_may_overtake_each_other_and_no_number_comes_back():
     assert arrivals.is_new(offer(4999))
 
 
+def test_numbers_of_the_sources_that_were_heard_last_are_remembered(monkeypatch):
+    monkeypatch.setattr("kvpool.policy.migration.registry._SOURCES_MAX", 2)
+    arrivals = policy.Arrivals(2)
+    offers = [policy.SourceSays(policy.MigrationId(source, 2, 1), 1, "offered", "r") for source in range(10, 15)]
+    for offer in offers:
+        arrivals.refuse(offer, "full")
+        assert not arrivals.is_new(offers[0])
+    assert not arrivals.is_new(offers[-1])
+    assert len(arrivals._used) == 2
+
+
+@pytest.mark.parametrize("names", [("r" * 1025, ""), ("r", "n" * 1025)])
+def test_a_name_that_is_not_read_is_not_written(names):
+    request, namespace = names
+    says = policy.SourceSays(ID, 1, "offered", request, namespace)
+    with pytest.raises(kvpool.ArgumentError, match="1024 are allowed"):
+        policy.encode(says)
+    says = policy.SourceSays(ID, 1, "offered", request[:1024], namespace[:1024])
+    assert policy.decode(policy.encode(says)).request == request[:1024]
+
+
 def test_what_is_decoded_here_is_not_forgotten_before_its_source_has_let_it_go():
     """Also if nothing is done for it any more: its thread has failed, or migrations were closed."""
     arrivals, departures = policy.Arrivals(2), policy.Departures(1)

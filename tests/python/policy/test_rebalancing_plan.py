@@ -137,6 +137,12 @@ def test_an_instance_that_drains_gives_everything_away_and_then_ends():
     assert planner().plan([state(1), state(2, draining=True)], FIRST, 1).ends == (2,)
 
 
+def test_an_instance_that_something_is_on_its_way_to_does_not_end():
+    leaves = state(1, [("a", 60, False, 2)])
+    assert planner().plan([leaves, state(2, draining=True)], FIRST, 1).ends == ()
+    assert planner().plan([state(1), state(2, draining=True, arriving=1)], FIRST, 1).ends == ()
+
+
 def test_what_is_on_its_way_counts_at_both_ends_and_does_not_move_again():
     states = [state(1, [("a", 60, False, 2)]), state(2, [("b", 20)])]
     plan = planner().plan(states, FIRST, 1)

@@ -70,6 +70,20 @@ def test_a_thousand_requests_fit_into_the_record_of_a_member():
     assert plan.deferred + len(plan.moves) == 500
 
 
+def test_a_long_queue_leaves_room_for_moves_and_moves_for_the_queue():
+    moves = tuple(PlannedMove(f"request-{i}", 1, 2, 100, "kv") for i in range(500))
+    placed = tuple(Placement(f"waits-{i}", 1, 2) for i in range(5000))
+    for some in (64, 500):
+        plan = EpochPlan(PlanNumber(1, 1), 1, moves[:some], placed).within()
+        assert len(json.dumps(plan_json(plan), separators=(",", ":"))) <= 12 << 10
+        assert len(plan.moves) >= 64
+        assert plan.moves == moves[: len(plan.moves)]
+        assert plan.placed == placed[: len(plan.placed)]
+        assert len(plan.placed) > 200
+        assert plan.deferred == some - len(plan.moves)
+    assert len(EpochPlan(PlanNumber(1, 1), 1, moves).within().moves) > 2 * len(plan.moves) - 9  # all room is theirs
+
+
 def test_a_plan_is_read_as_it_was_written():
     plan = EpochPlan(
         PlanNumber(3, 17), 2, (PlannedMove("a", 2, 4, 70, "tokens"), PlannedMove("b", 4, 2, 9, "kv")),
@@ -89,6 +103,7 @@ PLAN = plan_json(EpochPlan(PlanNumber(1, 1), 1, (PlannedMove("a", 1, 2, 5, "kv")
         {"r": [["a", 5], ["a", 6]]}, {"r": [["", 5]]}, {"r": [["a", 0]]}, {"r": [["a", 5, -2]]},
         {"r": [["a", 5, 1, 1]]},
         {"r": [["x" * 256, 5]]}, {"w": [["b", 5], ["b", 5]]}, {"w": [[3, 5]]}, {"w": 7}, {"c": 1 << 60},
+        {"n": [1, (1 << 53) - 1]}, {"n": [1 << 49, 1]}, {"a": -1},
     ],
 )  # fmt: skip
 def test_a_wrong_state_is_refused(change):
@@ -99,7 +114,8 @@ def test_a_wrong_state_is_refused(change):
 @pytest.mark.parametrize(
     "change",
     [
-        {"n": [1, -1]}, {"m": [["a", 1, 1, 5, "kv"]]}, {"m": [["a", 1, 2, 5, "by air"]]}, {"m": [["a", 0, 2, 5, "kv"]]},
+        {"n": [1, -1]}, {"n": [1, (1 << 48) + 1]},
+        {"m": [["a", 1, 1, 5, "kv"]]}, {"m": [["a", 1, 2, 5, "by air"]]}, {"m": [["a", 0, 2, 5, "kv"]]},
         {"m": [["a", 1, 2, 5, "kv"], ["a", 1, 3, 5, "kv"]]}, {"p": [["b", 1]]}, {"p": [["b", 1, 1], ["b", 1, 2]]},
         {"e": [0]}, {"s": None}, {"m": [[["a"], 1, 2, 5, "kv"]]},
     ],

@@ -74,6 +74,18 @@ def test_the_next_number_is_above_all_that_was_accepted():
     assert other.next_number([said(1, 8)]) == (2, 9)  # it takes over
 
 
+def test_numbers_that_cannot_be_are_those_of_strangers():
+    book = PlanBook(1)
+    far = PlanNumber(3, 1 << 47)
+    assert book.strange({}) == set()
+    assert book.strange({2: PlanNumber(1, 9), 3: PlanNumber(1, 8), 4: far}) == {4}
+    assert book.strange({2: PlanNumber(1, 9), 3: PlanNumber(1 << 47, 9), 4: PlanNumber(0, 0)}) == {3}
+    assert book.strange({2: far, 3: far, 4: PlanNumber(0, 0)}) == set()  # 4 and this one are new
+    assert book.accept(plan(1, 9), 1)
+    assert book.strange({2: PlanNumber(1, 9), 4: far}) == {4}
+    assert book.strange({2: PlanNumber(1, 10**9)}) == set()
+
+
 @given(
     st.lists(st.tuples(st.integers(1, 3), st.integers(0, 4)), max_size=60),
     st.randoms(use_true_random=False),

@@ -13,7 +13,7 @@ from kvpool.control.migration.engine import Arrived, MigratingEngine
 from kvpool.control.migration.evidence import Evidence
 from kvpool.control.migration.room import Budget, Room
 from kvpool.control.migration.talking import Dialogue, Timing
-from kvpool.errors import Error, OutOfBlocks
+from kvpool.errors import OutOfBlocks
 from kvpool.policy import migration as policy
 from kvpool.waiting.handles import carry_out
 
@@ -232,8 +232,9 @@ class Arriving:
             _log.exception("the end of the migration of request %r has failed", found.request)
         try:
             self.dialogue.finish()
-        except Error as error:
+        except Exception as error:
             _log.warning("%s was not told the end of a migration: %s", self.dialogue.peer, error)
-        self._ended(self)
-        if not is_free:
-            self._chores.add(self._room.give_up)
+        finally:
+            self._ended(self)
+            if not is_free:
+                self._chores.add(self._room.give_up)

@@ -22,7 +22,7 @@ class Threads:
         self._running: set[threading.Thread] = set()
 
     def start(self, work: Callable[[], None]) -> None:
-        """Does some work in a thread. Returns at once."""
+        """Does some work in a thread. Returns at once. Raises RuntimeError if this process can have no more."""
 
         def run() -> None:
             try:
@@ -34,7 +34,12 @@ class Threads:
         thread = threading.Thread(target=run, name="kvpool-migration", daemon=True)
         with self._lock:
             self._running.add(thread)
-        thread.start()
+        try:
+            thread.start()
+        except BaseException:
+            with self._lock:
+                self._running.discard(thread)
+            raise
 
     def join(self, seconds: float) -> None:
         """Waits for those that run now, for so long in all."""

@@ -22,7 +22,29 @@ _log = logging.getLogger("kvpool.migration")
 # "ended": its process has. "fenced": its lease has ended, so it may not act; it may wake up and ask.
 Proof: TypeAlias = Literal["ended", "fenced"]
 
+_PEERS_MAX: Final = 4096  # that are remembered, of those that were met: the latest
+
 _HERE: Final[weakref.WeakValueDictionary[int, Pool]] = weakref.WeakValueDictionary()  # of this process, by incarnation
+
+
+class _Recent:
+    """Incarnations, the latest ones: a process meets any number of them in its life."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, None] = {}
+
+    def __contains__(self, incarnation: int) -> bool:
+        return incarnation in self._found
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def add(self, incarnation: int) -> None:
+        """It is the latest."""
+        self._found.pop(incarnation, None)
+        self._found[incarnation] = None
+        if len(self._found) > _PEERS_MAX:
+            del self._found[next(iter(self._found))]
 
 
 class Evidence:
@@ -35,7 +57,7 @@ class Evidence:
     Args:
         pool: Whose peers.
         cluster: Of the pool, if it is in one.
-        gone: Asked with the name and the incarnation of a peer, if nothing else is proof.
+        gone: Asked with the name and the incarnation of a peer, if nothing else proves that it has ended.
     """
 
     def __init__(self, pool: Pool, cluster: Cluster | None, gone: Callable[[str, int], Proof | None] | None) -> None:
@@ -43,9 +65,11 @@ class Evidence:
         self._cluster = cluster
         self._gone = gone
         self._lock = threading.Lock()
-        self._processes: dict[int, int] = {}  # a pidfd of each incarnation
+        self._processes: dict[int, int] = {}  # a pidfd of each incarnation that has not ended
+        self._ended = _Recent()  # whose processes have
         self._here: dict[int, weakref.ref[Pool] | None] = {}  # incarnations in this process; None: not met yet
-        self._members: set[int] = set()  # that the cluster has listed
+        self._met = _Recent()
+        self._members = _Recent()  # of those, what the cluster has listed
         _HERE[pool._incarnation()] = pool
 
     @property
@@ -60,10 +84,12 @@ class Evidence:
             return None
         found: int = info.incarnation
         with self._lock:
-            self._listed()
+            self._met.add(found)
+            self._listed(found)
             if info.pid == os.getpid():
                 self._meet(found)
-            elif info.link.startswith("unix") and found not in self._processes:
+            elif info.link.startswith("unix") and found not in self._processes and found not in self._ended:
+                self._close_ended()
                 with contextlib.suppress(OSError):
                     self._processes[found] = os.pidfd_open(info.pid)
         return found
@@ -73,17 +99,17 @@ class Evidence:
         if self._pool.closed:
             raise ClosedError("the pool is closed")
         with self._lock:
-            process = self._processes.get(incarnation)
-            if process is not None and _has_ended(process):
+            self._close_if_ended(incarnation)
+            if incarnation in self._ended:
                 return "ended"
             if incarnation in self._here:
                 pool = self._meet(incarnation)
                 if pool is not None and ((one := pool()) is None or one.closed):
                     return "ended"
-            listed = self._listed()
-            if incarnation in self._members and listed is not None and incarnation not in listed:
-                return "fenced"
-        return self._ask_engine(peer, incarnation)
+            listed = self._listed(incarnation)
+            fenced = incarnation in self._members and listed is not None and incarnation not in listed
+        told = self._ask_engine(peer, incarnation)  # it may know that the host is gone: one that is fenced may wake
+        return "fenced" if fenced and told is None else told
 
     def close(self) -> None:
         """Frees the descriptors. Idempotent."""
@@ -100,8 +126,19 @@ class Evidence:
             found = self._here[incarnation] = None if pool is None else weakref.ref(pool)
         return found
 
-    def _listed(self) -> set[int] | None:
-        """The incarnations that are members now; None if that is not known."""
+    def _close_if_ended(self, incarnation: int) -> None:
+        """A process that has ended needs no descriptor any more."""
+        process = self._processes.get(incarnation)
+        if process is not None and _has_ended(process):
+            os.close(self._processes.pop(incarnation))
+            self._ended.add(incarnation)
+
+    def _close_ended(self) -> None:
+        for incarnation in list(self._processes):
+            self._close_if_ended(incarnation)
+
+    def _listed(self, incarnation: int) -> set[int] | None:
+        """The incarnations that are members now; None if that is not known. Notes whether this one is."""
         if self._cluster is None:
             return None
         try:
@@ -109,7 +146,8 @@ class Evidence:
         except Exception:  # it was closed first, or its directory cannot be reached
             _log.warning("the cluster does not say who its members are", exc_info=True)
             return None
-        self._members |= found
+        if incarnation in found and incarnation in self._met:
+            self._members.add(incarnation)
         return found
 
     def _ask_engine(self, peer: str, incarnation: int) -> Proof | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from functools import partial
+import time
+from collections.abc import Callable
 from typing import Final
 
 from kvpool.control.migration.arriving import Arriving
@@ -73,13 +74,17 @@ class Incoming:
         self._arrivals = policy.Arrivals(pool._incarnation())
         self._arriving: dict[policy.MigrationId, Arriving] = {}  # each has a thread
         self._offered: set[policy.MigrationId] = set()  # that a thread looks at
+        self._over: set[policy.MigrationId] = set()  # of what is kept: ended here, and the source is fenced
         self._closed = False
 
     def names(self) -> tuple[str, ...]:
-        """Of the requests that come, and of those that came and whose source is not known to know it."""
+        """Of the requests that come, and of those that came and whose source is not known to know it.
+
+        Not of those that have ended here, and whose source is fenced: nobody waits for it any more.
+        """
         with self._lock:
             under_way = [each.destination.request for each in self._arriving.values()]
-            return (*under_way, *(each.request for each in self._arrivals.kept))
+            return (*under_way, *(each.request for each in self._arrivals.kept if each.id not in self._over))
 
     def check_may_leave(self, request: str) -> None:
         """Raises Busy if a request has come whose source may still ask for it."""
@@ -126,7 +131,11 @@ class Incoming:
             return self._arrivals.refuse(said, "too many requests are on their way here")
         else:
             self._offered.add(said.id)
-            self._threads.start(lambda: self._accept(peer, said))
+            try:
+                self._threads.start(lambda: self._accept(peer, said))
+            except RuntimeError as error:
+                self._offered.discard(said.id)
+                return self._arrivals.refuse(said, str(error))
         return None
 
     def _moving(self) -> int:
@@ -168,12 +177,12 @@ class Incoming:
             size = self._pool.kv_layout.block_tokens
             with self._lock:
                 destination = self._arrivals.begin(offer, lambda offer: policy.Destination(offer, way, cached, size))
-        except OutOfBlocks as error:
-            return self._refuse(offer, str(error), full=True)
         except Exception as error:  # of the engine, too
-            _log.exception("request %r was refused", offer.request, extra={"peer": peer})
             if room is not None:
                 room.give_up()  # nothing was fetched into it
+            if isinstance(error, OutOfBlocks):
+                return self._refuse(offer, str(error), full=True)
+            _log.exception("request %r was refused", offer.request, extra={"peer": peer})
             return self._refuse(offer, f"{type(error).__name__}: {error}")
         dialogue: Dialogue[policy.SourceSays] = Dialogue(
             self._mailbox, peer, self._timing, lambda: destination.says(self._next_number())
@@ -212,11 +221,31 @@ class Incoming:
             self._forget(found)
             is_kept = self._arrivals.find(found.id) is not None
         if is_kept:
-            self._chores.add(partial(self._ask, found, arriving.dialogue))
+            self._chores.add(self._asking(found, arriving.dialogue))
+
+    def _asking(self, found: policy.Destination, dialogue: Dialogue[policy.SourceSays]) -> Callable[[], bool]:
+        """Asks the source of a request that is kept, more and more rarely while it is fenced. Whether that is over."""
+        repeat_s, longest_s = self._timing.repeat_s, max(self._timing.repeat_s, self._timing.silence_s)
+        due_at, wait_s = 0.0, repeat_s
+
+        def ask() -> bool:
+            nonlocal due_at, wait_s
+            if time.monotonic() < due_at:
+                with self._lock:
+                    return self._closed or self._arrivals.find(found.id) is None
+            is_over = self._ask(found, dialogue)
+            wait_s = min(2 * wait_s, longest_s) if found.by_proof else repeat_s
+            due_at = time.monotonic() + wait_s if found.by_proof else 0.0
+            return is_over
+
+        return ask
 
     def _ask(self, found: policy.Destination, dialogue: Dialogue[policy.SourceSays]) -> bool:
         """Asks the source of a request that is kept once more. Whether that is over."""
         proof = self._evidence.of(dialogue.peer, found.id.source)
+        if proof == "fenced" and self._engine.progress(found.request) is None:
+            with self._lock:
+                self._over.add(found.id)
         with self._lock:
             if self._closed or self._arrivals.find(found.id) is None:
                 return True
@@ -250,4 +279,5 @@ class Incoming:
         if self._arrivals.find(found.id) is found:
             self._arrivals.end(found)
             if self._arrivals.find(found.id) is None:
+                self._over.discard(found.id)
                 self._tally.arrived(found.way, "ok" if found.state == "released" else found.state)

@@ -10,7 +10,7 @@ from kvpool.control.migration.engine import MigratingEngine, RequestProgress, St
 from kvpool.control.migration.evidence import Evidence
 from kvpool.control.migration.handle import Migrated, Migration
 from kvpool.control.migration.talking import Dialogue, Timing
-from kvpool.errors import Cancelled, DeadlineExceeded, Error, OutOfBlocks, PeerLost, StateError
+from kvpool.errors import Cancelled, DeadlineExceeded, OutOfBlocks, PeerLost, StateError
 from kvpool.policy import migration as policy
 
 __all__ = ["Leaving"]
@@ -169,27 +169,31 @@ class Leaving:
         return max(until - now, 0.0) if until > now else self._timing.repeat_s
 
     def _finish(self) -> None:
-        """The engine frees the request, or goes on with it; then the destination is told."""
+        """The engine frees the request, or goes on with it; then the destination is told. Whoever waits ends."""
+        outcome: Migrated | Exception = StateError(f"the migration of request {self.source.request!r} has failed")
+        try:
+            outcome = self._conclude()
+            self.dialogue.finish()
+        except Exception as error:
+            _log.warning("%s was not told the end of a migration: %s", self.dialogue.peer, error)
+        finally:
+            try:
+                self._ended(self, outcome)
+            finally:
+                self.handle._end(outcome)
+
+    def _conclude(self) -> Migrated | Exception:
         source, handle = self.source, self.handle
         now = time.monotonic()
-        outcome: Migrated | Exception
         if source.state == "released":
             handle._note("there")
             self._tell_engine(lambda: self._engine.release(source.request))
-            outcome = self._result(now)
-        elif source.state != "back":  # torn off: only the destination knows
-            outcome = self._failure_of()
-        else:
+            return self._result(now)
+        if source.state == "back":  # else torn off: only the destination knows
             handle._note("here")
             if self._may_have_stopped:
                 self._tell_engine(lambda: self._engine.resume(source.request, source.term))
-            outcome = self._failure_of()
-        try:
-            self.dialogue.finish()
-        except Error as error:
-            _log.warning("%s was not told the end of a migration: %s", self.dialogue.peer, error)
-        self._ended(self, outcome)
-        handle._end(outcome)
+        return self._failure_of()
 
     def _tell_engine(self, call: Callable[[], None]) -> None:
         try:

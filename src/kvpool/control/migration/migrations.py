@@ -55,8 +55,8 @@ class Migrations:
         rules: When rounds end.
         timing: Of the protocol.
         arrivals_max: So many requests may be on their way to here; others are refused.
-        gone: Asked whether an incarnation of a peer has ended or is fenced, with the name and the number, if neither
-            this host nor the cluster proves it.
+        gone: Asked whether an incarnation of a peer has ended or is fenced, with the name and the number, if nothing on
+            this host proves its end. "ended" also counts for one that the cluster has fenced: it will never wake.
         on_received: Gets the items of the inbox that are no messages of migrations.
         take_inbox: False: the engine reads the inbox, and gives items to `take`.
 
@@ -136,7 +136,7 @@ class Migrations:
             StateError: The engine does not have the request, or it is on its way already.
             Busy: It has just come, and its source does not know that yet.
             PeerLost: There is no such peer.
-            ArgumentError: A wrong way or timeout.
+            ArgumentError: A wrong way or timeout, or the name or its namespace has more than 1,024 characters.
             ClosedError: This is closed, or the pool.
         """
         if by not in get_args(policy.Way):
@@ -151,6 +151,7 @@ class Migrations:
         found = self._engine.progress(request)
         if found is None:
             raise StateError(f"the engine does not have request {request!r}")
+        policy.check_names(request, found.namespace)
         size = self._pool.kv_layout.block_tokens
         room = found.room or len(found.tokens) + _GROWTH_BLOCKS * size
         handle = Migration(request, to)
@@ -182,7 +183,13 @@ class Migrations:
             )
             self._departures.begin(source)
             self._leaving[source.id] = leaving
-            self._threads.start(leaving.run)
+            try:
+                self._threads.start(leaving.run)
+            except BaseException:  # this process can have no more threads
+                del self._leaving[source.id]
+                source.cancel("no thread carries it out")
+                self._departures.end(source)
+                raise
         return handle
 
     def take(self, item: Received) -> bool:
@@ -211,7 +218,10 @@ class Migrations:
             return tuple(each.handle for each in self._leaving.values())
 
     def arriving(self) -> tuple[str, ...]:
-        """The names of the requests that come, and of those that came and whose source does not know it yet."""
+        """The names of the requests that come, and of those that came and whose source does not know it yet.
+
+        Not of those that have ended here and whose source is fenced: they keep no instance from its end.
+        """
         return self._incoming.names()
 
     def totals(self) -> MigrationTotals:
@@ -226,8 +236,9 @@ class Migrations:
     def close(self, timeout: float = 5.0) -> None:
         """Takes in no more requests, and cancels those that leave. Idempotent.
 
-        Those that were handed over are waited for, for `timeout` seconds; their handles end with ClosedError then, and
-        the engine keeps their blocks.
+        Those that were handed over are asked back, and waited for, for `timeout` seconds. Where it is not known then
+        who has one, its `state` goes on saying "handed over", and the engine keeps its blocks. The handles of all that
+        have not arrived end with Cancelled.
         """
         with self._lock:
             if self._closed:

@@ -91,12 +91,14 @@ class Carrier:
             if self._closed:
                 return
             self._tally.moved("superseded", len(self._queue))
-            self._queue = deque((move, names[move.destination], lease) for move in moves)
-            missing = min(self._at_once - len(self._threads), len(self._queue))
-            started = [threading.Thread(target=self._run, name="kvpool-move", daemon=True) for _ in range(missing)]
-            self._threads.update(started)
-        for each in started:
-            each.start()
+            # One of the last plan may have begun since this one was accepted: it is on its way, and not to go twice.
+            free = [move for move in moves if move.request not in self._begun]
+            self._tally.moved("void", len(moves) - len(free))
+            self._queue = deque((move, names[move.destination], lease) for move in free)
+            for _ in range(min(self._at_once - len(self._threads), len(self._queue))):
+                thread = threading.Thread(target=self._run, name="kvpool-move", daemon=True)
+                thread.start()  # it waits for the lock; `close` joins only what has started
+                self._threads.add(thread)
 
     def leaving(self) -> dict[str, str]:
         """Requests that leave, with the names of their destinations; not those whose move has not begun."""
@@ -111,8 +113,9 @@ class Carrier:
 
     def forget(self, running: Sequence[str]) -> None:
         """Forgets what it knows of requests that do not run here any more."""
+        here = set(running)
         with self._lock:
-            self._stays_until = {name: until for name, until in self._stays_until.items() if name in set(running)}
+            self._stays_until = {name: until for name, until in self._stays_until.items() if name in here}
 
     def close(self, timeout: float) -> None:
         """Begins no more moves, and waits for those that have begun. Idempotent."""
@@ -125,24 +128,39 @@ class Carrier:
             each.join(max(0.0, until - time.monotonic()))
 
     def _run(self) -> None:
-        while True:
+        try:
+            while (found := self._next()) is not None:
+                self._carry_one(*found)
+        finally:  # whatever has happened: another one is started for the next plan
             with self._lock:
-                if not self._queue:
-                    self._threads.discard(threading.current_thread())
-                    return
-                move, to, lease = self._queue.popleft()
-                self._begun[move.request] = to
-            result = self._move(move, to) if self._lease() == lease else "Fenced"
-            self._tally.moved(result)
-            with self._lock:
-                del self._begun[move.request]
-                if result != "ok":
-                    self._stays_until[move.request] = self._clock() + self._back_off_s
-            self._changed()
+                self._threads.discard(threading.current_thread())
 
-    def _move(self, move: PlannedMove, to: str) -> str:
+    def _next(self) -> tuple[PlannedMove, str, int] | None:
+        """The next move, which begins. None: there is none, and the thread does not count any more."""
+        with self._lock:
+            while self._queue:
+                move, to, lease = self._queue.popleft()
+                if move.request not in self._begun:
+                    self._begun[move.request] = to
+                    return move, to, lease
+                self._tally.moved("void")
+            self._threads.discard(threading.current_thread())
+            return None
+
+    def _carry_one(self, move: PlannedMove, to: str, lease: int) -> None:
+        result = self._move(move, to, lease)
+        self._tally.moved(result)
+        with self._lock:
+            self._begun.pop(move.request, None)
+            if result != "ok":
+                self._stays_until[move.request] = self._clock() + self._back_off_s
+        self._changed()
+
+    def _move(self, move: PlannedMove, to: str, lease: int) -> str:
         """Moves one request. What became of it."""
         try:
+            if self._lease() != lease:
+                return "Fenced"
             self._migrations.migrate(move.request, to, by=move.way, timeout=self._move_s).wait()
         except Error as error:  # it stays here, or `under_way` goes on saying that it leaves
             _log.info("request %r was not moved: %s", move.request, error, extra={"peer": to})

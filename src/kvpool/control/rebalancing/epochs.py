@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -12,9 +14,11 @@ from kvpool.control.rebalancing.carrying import Carrier, Migrates
 from kvpool.control.rebalancing.engine import RebalancedEngine
 from kvpool.control.rebalancing.members import KnowsMembers, MemberStates, Said, published
 from kvpool.control.rebalancing.totals import Tally
-from kvpool.errors import StateError
+from kvpool.errors import Error, StateError
 from kvpool.policy.rebalancing import (
     NAME_BYTES_MAX,
+    NO_PLAN,
+    Beats,
     EpochPlan,
     InstanceState,
     PlanBook,
@@ -22,7 +26,6 @@ from kvpool.policy.rebalancing import (
     RunningRequest,
     WaitingRequest,
     duties_of,
-    planner_of,
 )
 
 __all__ = ["Epochs"]
@@ -102,9 +105,26 @@ class Epochs:
         self._plan: EpochPlan | None = None  # the latest that this instance has made, while it is the planner
         self._planned_at = clock()  # so that the others are seen before the first plan
         self._idle_since = clock()
+        self._silent_s = planner.behind_max * epoch_s  # one whose steps fail for so long takes no part
+        # A planner that does not act is given up as one that is silent; it knows that well before the others do.
+        quiet_max_s = max(self._silent_s, cluster.lease_s)
+        self._beats = Beats(self._instance, epoch_s, quiet_max_s + epoch_s)
+        self._step_max_s = quiet_max_s / 2
+        self._beat = 0
+        self._beat_at = clock() - epoch_s
+        self._late = False  # whether the last plan was dropped
+        self._failing_since: float | None = None
+        self._logged: set[int] = set()  # whose numbers cannot be
         self._draining = False
         self._terminated = False
+        self._publishing = threading.Lock()  # of the next two
         self._published: dict[str, object] = {}
+        self._left = False
+
+    @property
+    def left(self) -> bool:
+        """Whether this instance has left the epochs, or the cluster."""
+        return self._left or self._registration.closed
 
     @property
     def draining(self) -> bool:
@@ -127,24 +147,41 @@ class Epochs:
             ClosedError: The instance has left the cluster.
             StateError: Another incarnation has its name.
         """
-        lease = self._lease()  # before what the others say, which is old if this instance is stopped in between
+        began, lease = self._clock(), self._lease()  # before what the others say: it may be stopped in between
         said = self._members.read(self._cluster.members())
         said.pop(self._instance, None)  # what this instance says is here, and newer
-        live = {self._instance, *said}
-        planner = planner_of(live)
-        if lease is not None and self._lease() == lease:
+        for instance in self._strange(said):
+            del said[instance]
+        planner = self._beats.planner({instance: each.beat for instance, each in said.items()}, began)
+        if lease is not None and self._is_new(began, lease):
             plan = said[planner].plan if planner in said else None
             if plan is not None and self._book.accept(plan, planner, [each.state for each in said.values()]):
                 self._carry_out(plan, said, lease)
             if planner == self._instance:
-                self._plan_if_due(said, lease)
+                self._plan_if_due(said, began, lease)
+                self._count_epoch(began)
         if planner != self._instance:
             self._plan = None
         self._publish(self._state(said))
+        self._failing_since = None
+
+    def failed(self) -> None:
+        """A step has failed. When none succeeds for `behind_max` epochs, this instance takes no part until one does."""
+        now = self._clock()
+        if self._failing_since is None:
+            self._failing_since = now
+        elif now - self._failing_since >= self._silent_s:
+            self._plan = None
+            with contextlib.suppress(Error), self._publishing:
+                if self._published and not self._left:
+                    self._registration.publish(rebalancing={})
+                    self._published = {}
 
     def leave(self) -> None:
-        """Publishes that this instance takes no part any more."""
-        self._registration.publish(rebalancing={})
+        """Publishes that this instance takes no part any more, whatever a step that goes on still does."""
+        with self._publishing:
+            self._left = True
+            self._registration.publish(rebalancing={})
 
     # ---- what this instance says
 
@@ -175,13 +212,15 @@ class Epochs:
             self._book.accepted,
             min(int((now - self._idle_since) / self._epoch_s), self._planner.idle_epochs),
             self._draining,
+            len(arriving),
         )
 
     def _publish(self, state: InstanceState) -> None:
-        fields = published(state, self._plan, self._migrations.totals())
-        if fields != self._published:
-            self._registration.publish(rebalancing=fields)
-            self._published = fields
+        fields = published(state, self._plan, self._beat, self._migrations.totals())
+        with self._publishing:
+            if fields != self._published and not self._left:
+                self._registration.publish(rebalancing=fields)
+                self._published = fields
 
     # ---- what it does
 
@@ -189,11 +228,31 @@ class Epochs:
         """Which of its leases this instance has: one that it has regained is another. None: it has none."""
         return self._registration.leases_lost if self._registration.lease_valid() else None
 
+    def _strange(self, said: dict[int, Said]) -> set[int]:
+        """Instances that take no part, whatever they say: their numbers would end all plans. Logged once."""
+        numbers = {each: max(one.state.last, one.plan.number if one.plan else NO_PLAN) for each, one in said.items()}
+        found = self._book.strange(numbers)
+        for instance in found - self._logged:
+            why = "its plans have numbers that cannot be"
+            _log.warning("instance %d is left out: %s", instance, why, extra={"member": said[instance].name})
+        self._logged = found
+        return found
+
+    def _is_new(self, began: float, lease: int) -> bool:
+        """Whether what was read in a step counts: the others have not given this instance up since the step began."""
+        return self._lease() == lease and self._clock() - began < self._step_max_s and not self._left
+
+    def _count_epoch(self, now: float) -> None:
+        """Goes on with its beat, once an epoch. One whose plans come too late lets the next member plan."""
+        if now - self._beat_at >= self._epoch_s and not self._late:
+            self._beat += 1
+            self._beat_at = now
+
     def _carry_out(self, plan: EpochPlan, said: dict[int, Said], lease: int) -> None:
         """Carries out this instance's part of a plan that it has accepted."""
         self.tally.count("plans_accepted")
         state = self._state(said)
-        busy = bool(state.running or state.waiting or state.rest or self._migrations.arriving())
+        busy = bool(state.running or state.waiting or state.rest or state.arriving)
         duties = duties_of(
             plan,
             self._instance,
@@ -214,7 +273,7 @@ class Epochs:
                 self._terminated = True
                 self._call("terminate", self._terminate)
 
-    def _plan_if_due(self, said: dict[int, Said], lease: int) -> None:
+    def _plan_if_due(self, said: dict[int, Said], began: float, lease: int) -> None:
         """Makes a plan for all, once an epoch, and carries out its own part."""
         now = self._clock()
         since = now - self._planned_at
@@ -224,7 +283,9 @@ class Epochs:
         states = [self._state(said), *(each.state for each in said.values())]
         number = self._book.next_number(states)
         plan = self._planner.plan(states, number, self._instance)
-        if self._lease() != lease:  # it was stopped meanwhile: another one plans, or has planned
+        self._late = not self._is_new(began, lease)
+        if self._late:  # it was stopped meanwhile: another one plans, or has planned
+            _log.warning("a plan was dropped: it was %.1f s in the making", self._clock() - began)
             return
         if self._plan is None:
             self.tally.count("takeovers")

@@ -35,6 +35,10 @@ class PublishesState(Protocol):
     def leases_lost(self) -> int:
         """How often it was no member for a while."""
 
+    @property
+    def closed(self) -> bool:
+        """Whether this member has left."""
+
     def publish(self, *, rebalancing: Mapping[str, Any]) -> None:
         """Publishes soon."""
 
@@ -45,6 +49,10 @@ class KnowsMembers(Protocol):
     @property
     def registration(self) -> PublishesState | None:
         """Of this member."""
+
+    @property
+    def lease_s(self) -> float:
+        """After so many seconds a silent member is lost."""
 
     def members(self) -> Sequence[Member]:
         """The live members."""
@@ -58,11 +66,13 @@ class Said:
         name: The member's.
         state: What it says of itself.
         plan: What it plans for all, if it takes itself for the planner.
+        beat: Grows in every epoch in which it has done a planner's part; None: it does not say.
     """
 
     name: str
     state: InstanceState
     plan: EpochPlan | None
+    beat: int | None = None
 
 
 class MemberStates:
@@ -101,10 +111,10 @@ class MoveCounts(NamedTuple):
     failed: int
 
 
-def published(state: InstanceState, plan: EpochPlan | None, totals: MigrationTotals) -> dict[str, Any]:
+def published(state: InstanceState, plan: EpochPlan | None, beat: int, totals: MigrationTotals) -> dict[str, Any]:
     """What a member publishes: all at once, so that nobody sees a part of a plan."""
     ok = [totals.left.get((way, "ok"), 0) for way in ("kv", "tokens")]
-    fields = {"state": state_json(state), "moved": [*ok, sum(totals.left.values()) - sum(ok)]}
+    fields = {"state": state_json(state), "moved": [*ok, sum(totals.left.values()) - sum(ok)], "beat": beat}
     return fields if plan is None else fields | {"plan": plan_json(plan)}
 
 
@@ -126,8 +136,10 @@ def _said(member: Member) -> Said | None:
         if not isinstance(fields := member.rebalancing.get("state"), Mapping):
             raise ArgumentError(f"instance {member.instance} publishes no state")
         state = state_from(fields, member.instance)
-        plan = member.rebalancing.get("plan")
-        return None if state is None else Said(member.name, state, plan and plan_from(plan, member.instance))
+        plan, beat = member.rebalancing.get("plan"), member.rebalancing.get("beat")
+        if beat is not None and not isinstance(beat, int):
+            raise ArgumentError(f"the beat of instance {member.instance} is {beat!r}")
+        return None if state is None else Said(member.name, state, plan and plan_from(plan, member.instance), beat)
     except ArgumentError as error:
         _log.warning("%s", error, extra={"member": member.name, "why": "what it says cannot be read"})
         return None

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import get_args
+from typing import Final, get_args
 
 from kvpool.cluster import Cluster
 from kvpool.control.migration import Migrations
 from kvpool.control.rebalancing.engine import RebalancedEngine
 from kvpool.control.rebalancing.epochs import Epochs
+from kvpool.control.rebalancing.members import PublishesState
 from kvpool.control.rebalancing.totals import RebalancingTotals
-from kvpool.errors import ArgumentError, ClosedError, Error, StateError
+from kvpool.errors import ArgumentError, Error, StateError
 from kvpool.policy.rebalancing import SCHEDULERS, Planner, PolicyName
 
 __all__ = ["Rebalancer"]
@@ -22,11 +24,15 @@ __all__ = ["Rebalancer"]
 _log = logging.getLogger("kvpool.rebalancing")
 
 
+# The thread of the rebalancer that speaks for each member: the latest.
+_SPEAKERS: Final[weakref.WeakKeyDictionary[PublishesState, threading.Thread]] = weakref.WeakKeyDictionary()
+
+
 class Rebalancer:
     """Takes part in the epochs of a cluster: its requests move, begin and end where one plan of all instances says.
 
-    The live member with the lowest id plans, anybody takes over. Each instance has one of these, with equal settings. A
-    context manager; thread-safe.
+    The live member with the lowest id plans; another takes over when it dies, or does not plan any more. Each instance
+    has one of these, with equal settings. A context manager; thread-safe.
 
     Args:
         migrations: Of the pool: they carry out the moves.
@@ -87,8 +93,11 @@ class Rebalancer:
         )
         wake = self._wake
         self._watch = cluster.on_change(lambda event: wake.set())
-        args = weakref.ref(self._epochs), self._wake, self._stop, epoch_s
+        registration = cluster.registration
+        assert registration is not None, "else Epochs has raised"
+        args = weakref.ref(self._epochs), weakref.ref(registration), self._wake, self._stop, epoch_s
         self._thread = threading.Thread(target=_run, args=args, name="kvpool-rebalancing", daemon=True)
+        _SPEAKERS[registration] = self._thread
         self._thread.start()
 
     def totals(self) -> RebalancingTotals:
@@ -144,20 +153,32 @@ def _planner(policy: PolicyName | Planner) -> Planner:
     return Planner(SCHEDULERS[policy])
 
 
-def _run(epochs: weakref.ref[Epochs], wake: threading.Event, stop: threading.Event, epoch_s: float) -> None:
+def _run(
+    epochs: weakref.ref[Epochs],
+    registration: weakref.ref[PublishesState],
+    wake: threading.Event,
+    stop: threading.Event,
+    epoch_s: float,
+) -> None:
     """Steps a few times an epoch, and when something has changed; until it is to stop or its owner is gone."""
     while not stop.is_set():
         strong = epochs()
-        if strong is None:
+        if strong is None:  # its owner has dropped it without `close`: nobody is to wait for its plans
+            member = registration()
+            if member is not None and _SPEAKERS.get(member) is threading.current_thread():
+                with contextlib.suppress(Error):
+                    member.publish(rebalancing={})
             return
         try:
             strong.step()
-        except ClosedError:
-            return
-        except StateError as error:  # another incarnation has the name
-            _log.info("this instance takes no part: %s", error)
-        except Exception:
-            _log.exception("a step of rebalancing has failed; it is tried again")
+        except Exception as error:  # the engine's, too
+            if strong.left:
+                return
+            if isinstance(error, StateError):  # another incarnation has the name
+                _log.info("this instance takes no part: %s", error)
+            else:
+                _log.exception("a step of rebalancing has failed; it is tried again")
+            strong.failed()
         del strong
         if not stop.wait(epoch_s / 16):  # so that many changes at once cost one step
             wake.wait(epoch_s / 4)

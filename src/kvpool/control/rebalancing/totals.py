@@ -18,8 +18,8 @@ class RebalancingTotals:
         plans_made: Plans that it has made, as the planner.
         plans_accepted: Plans that it has accepted.
         moves: Moves of plans, by what became of them here, at their source: "ok", "void" if the request had ended or
-            its destination was gone, "superseded" if the next plan came first, "Fenced" if this instance had lost its
-            lease by then, or the name of an error.
+            was on its way, or its destination was gone, "superseded" if the next plan came first, "Fenced" if this
+            instance had lost its lease by then, or the name of an error.
         placed: New requests that it has sent to their place.
         takeovers: How often it has become the planner.
     """

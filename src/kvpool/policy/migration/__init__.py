@@ -10,7 +10,7 @@ from kvpool.policy.migration.registry import Arrivals, Departures
 from kvpool.policy.migration.source import Source
 from kvpool.policy.migration.terms import FIRST, OutputGate, Term
 from kvpool.policy.migration.ways import Pace, WayChoice, WayCosts
-from kvpool.policy.migration.wire import MESSAGE_BYTES_MAX, decode, encode
+from kvpool.policy.migration.wire import MESSAGE_BYTES_MAX, check_names, decode, encode
 
 __all__ = [
     "FIRST",
@@ -31,6 +31,7 @@ __all__ = [
     "WayChoice",
     "WayCosts",
     "Work",
+    "check_names",
     "decode",
     "encode",
 ]

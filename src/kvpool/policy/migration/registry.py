@@ -3,14 +3,14 @@
 Two rules:
 
 R1  A number that a destination has heard of is used up: if it does not know what became of it, it has failed it, for
-    ever. It never forgets what is decoded here before its source has let it go, or was proved to be gone.
+    ever, or until thousands of other incarnations have been heard since its source was. It never forgets what is
+    decoded here before its source has let it go, or was proved to be gone.
 R2  A source forgets only what has ended, and remembers which of these it took back by proof.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Final
 
@@ -21,6 +21,7 @@ from kvpool.policy.migration.source import Source
 __all__ = ["Arrivals", "Departures"]
 
 _ANSWERS: Final = 1 << 62  # above the numbers of a migration's own messages
+_SOURCES_MAX: Final = 4096  # whose numbers are remembered: those that were heard last
 _WINDOW: Final = 256  # offers of one source may overtake each other by so many numbers
 
 
@@ -55,7 +56,7 @@ class Departures:
         self._numbers = itertools.count(1)
         self._answers = itertools.count(_ANSWERS)
         self._under_way: dict[MigrationId, Source] = {}
-        self._taken_back: set[MigrationId] = set()
+        self._taken_back: set[MigrationId] = set()  # for ever: each is asked about by a destination that wakes
 
     def next_id(self, destination: int) -> MigrationId:
         """The name of a migration that begins."""
@@ -96,7 +97,7 @@ class Arrivals:
         self._incarnation = incarnation
         self._numbers = itertools.count(1)
         self._under_way: dict[MigrationId, Destination] = {}
-        self._used: defaultdict[int, _Used] = defaultdict(_Used)  # numbers of each source
+        self._used: dict[int, _Used] = {}  # numbers of each source
         self._kept: dict[MigrationId, Destination] = {}  # decoded here; their sources have not let them go
 
     def next_number(self) -> int:
@@ -108,18 +109,26 @@ class Arrivals:
         return (
             said.id.destination == self._incarnation
             and said.phase == "offered"
-            and said.id.number not in self._used[said.id.source]
+            and said.id.number not in self._used_of(said.id.source)
         )
+
+    def _used_of(self, source: int) -> _Used:
+        """The numbers of a source, which is the latest heard. What thousands of others have followed is gone by now."""
+        found = self._used.pop(source, None) or _Used()
+        self._used[source] = found
+        if len(self._used) > _SOURCES_MAX:
+            del self._used[next(iter(self._used))]
+        return found
 
     def begin(self, offer: SourceSays, make: Callable[[SourceSays], Destination]) -> Destination:
         """Takes an offer that is new: its number is used up, whatever becomes of it."""
-        self._used[offer.id.source].add(offer.id.number)
+        self._used_of(offer.id.source).add(offer.id.number)
         self._under_way[offer.id] = made = make(offer)
         return made
 
     def refuse(self, offer: SourceSays, why: str, *, full: bool = False) -> DestinationSays:
         """Refuses an offer that is new: its number is used up. What to say."""
-        self._used[offer.id.source].add(offer.id.number)
+        self._used_of(offer.id.source).add(offer.id.number)
         return DestinationSays(offer.id, self.next_number(), "failed", full=full, why=why)
 
     def end(self, destination: Destination) -> None:
@@ -154,5 +163,5 @@ class Arrivals:
         """What to say about a migration that is not under way, and was not offered just now; None: nothing."""
         if said.id.destination != self._incarnation or said.phase in ("cancelled", "released", "revoked"):
             return None
-        self._used[said.id.source].add(said.id.number)
+        self._used_of(said.id.source).add(said.id.number)
         return DestinationSays(said.id, self.next_number(), "failed", why="the destination does not know it any more")

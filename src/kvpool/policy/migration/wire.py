@@ -26,7 +26,7 @@ from kvpool.policy.migration.messages import (
 )
 from kvpool.policy.migration.terms import Term
 
-__all__ = ["MESSAGE_BYTES_MAX", "decode", "encode"]
+__all__ = ["MESSAGE_BYTES_MAX", "check_names", "decode", "encode"]
 
 MESSAGE_BYTES_MAX: Final = 1 << 20  # `private` of a transfer
 _HEAD: Final = struct.Struct("<5sBI")
@@ -37,15 +37,25 @@ _LIMIT: Final = 1 << 64  # of every number
 _COUNTS: Final = ("tokens", "blocks", "whole", "cached", "sent")
 
 
+def check_names(request: str, namespace: str) -> None:
+    """Raises ArgumentError if a request's name or its namespace has more than 1,024 characters."""
+    for what, text in (("the name of a request", request), ("the namespace of a request", namespace)):
+        if len(text) > _TEXT_MAX:
+            raise ArgumentError(
+                f"{what} has {len(text)} characters; {_TEXT_MAX} are allowed", given=len(text), maximum=_TEXT_MAX
+            )
+
+
 def encode(said: SourceSays | DestinationSays) -> bytes:
     """A message as bytes.
 
     Raises:
-        ArgumentError: It is longer than a message may be.
+        ArgumentError: It is longer than a message may be, or a name in it than a name may be.
     """
     fields: dict[str, Any] = {"id": list(said.id), "number": said.number, "phase": said.phase, "way": said.way}
     tail = b""
     if isinstance(said, SourceSays):
+        check_names(said.request, said.namespace)
         tokens, blocks = np.asarray(said.tokens, "<i4"), np.asarray(said.blocks, "<u8")
         fields |= {
             "side": "source",

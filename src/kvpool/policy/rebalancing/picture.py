@@ -97,8 +97,8 @@ def _stand(found: Picture, name: str, claim: list[tuple[int, RunningRequest]]) -
         at, row = leaves[0]
         goes = row.to if row.to in found.usable else at
         found.places[goes][name] = min(row.tokens, found.capacity)
+        found.arriving.add(row.to)  # also where it drains, and the request may come to nothing
         if goes == row.to:
-            found.arriving.add(goes)
             found.under_way.append((at, goes, row.tokens))
             found.taken[goes] = found.taken.get(goes, 0) + row.tokens + found.growth.get(goes, 0)
     else:  # the states are of different moments, or wrong: it counts wherever it is claimed, and stays

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 from kvpool.errors import ArgumentError
-from kvpool.policy.rebalancing.fields import UNREADABLE, count_in, name_in
+from kvpool.policy.rebalancing.fields import UNREADABLE, count_in, name_in, number_in
 
 __all__ = ["NO_PLAN", "PLAN_BYTES_MAX", "EpochPlan", "Placement", "PlanNumber", "PlannedMove", "plan_from", "plan_json"]
 
@@ -50,6 +50,9 @@ class Placement(NamedTuple):
     destination: int
 
 
+_Row = TypeVar("_Row", PlannedMove, Placement)
+
+
 @dataclass(frozen=True)
 class EpochPlan:
     """What the instances do in one epoch.
@@ -76,28 +79,41 @@ class EpochPlan:
     deferred: int = 0
 
     def asks_the_same(self, other: EpochPlan) -> bool:
-        """Whether it differs from another plan in its number only, and nothing in it is to be done again."""
+        """Whether it differs from another plan in its number only, and nothing in it is to be done again.
+
+        What was accepted may not have been done: a move has failed, or an instance had got something and did not end.
+        """
         mine = (self.planner, self.moves, self.placed, self.starts, self.ends, self.deferred)
         theirs = (other.planner, other.moves, other.placed, other.starts, other.ends, other.deferred)
-        return mine == theirs and not self.moves and not self.placed
+        return mine == theirs and not (self.moves or self.placed or self.ends)
 
     def within(self, bytes_max: int = PLAN_BYTES_MAX) -> EpochPlan:
-        """The same plan with as many of its moves and placements as fit into so many bytes: the others wait."""
+        """The same plan with as many of its moves and placements as fit into so many bytes: the others wait.
+
+        Each of the two has half of the room, and what the other leaves.
+        """
         if len(json.dumps(plan_json(self), separators=(",", ":"))) <= bytes_max:
             return self
-        left = bytes_max - 256
-        placed: list[Placement] = []
-        moves: list[PlannedMove] = []
-        for place in self.placed:
-            left -= len(json.dumps(place)) + 1
-            if left >= 0:
-                placed.append(place)
-        for move in self.moves:
-            left -= len(json.dumps(move)) + 1
-            if left >= 0:
-                moves.append(move)
+        room = bytes_max - 256
+        # Moves empty what drains or overflows; a long queue is not to keep them waiting, nor they the queue.
+        moves = _first(self.moves, max(room // 2, room - sum(map(_size, self.placed))))
+        placed = _first(self.placed, room - sum(map(_size, moves)))
         deferred = self.deferred + len(self.moves) - len(moves)
-        return EpochPlan(self.number, self.planner, tuple(moves), tuple(placed), self.starts, self.ends, deferred)
+        return EpochPlan(self.number, self.planner, moves, placed, self.starts, self.ends, deferred)
+
+
+def _size(row: PlannedMove | Placement) -> int:
+    return len(json.dumps(row)) + 1
+
+
+def _first(rows: tuple[_Row, ...], room: int) -> tuple[_Row, ...]:
+    """Those that fit, the first ones first."""
+    found = []
+    for row in rows:
+        if _size(row) <= room:
+            room -= _size(row)
+            found.append(row)
+    return tuple(found)
 
 
 def plan_json(plan: EpochPlan) -> dict[str, Any]:
@@ -130,7 +146,7 @@ def plan_from(fields: Mapping[str, Any], planner: int) -> EpochPlan | None:
         if len({place.request for place in placed}) < len(placed):
             raise ValueError("a request begins twice")
         return EpochPlan(
-            PlanNumber(count_in(term), count_in(epoch)),
+            PlanNumber(number_in(term), number_in(epoch)),
             planner,
             moves,
             placed,

@@ -190,7 +190,8 @@ class Planner:
         left = len(picture.usable) if may_shrink else 0
         for state in reversed(states):
             instance = state.instance
-            idle = not (state.running or state.waiting or state.rest or instance in picture.arriving | busy)
+            has_any = state.running or state.waiting or state.rest or state.arriving
+            idle = not (has_any or instance in picture.arriving | busy)
             if instance in picture.leaving and idle:
                 found.append(instance)
             elif instance in picture.usable and idle and state.idle >= self.idle_epochs and left > self.instances_min:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from kvpool.errors import ArgumentError
-from kvpool.policy.rebalancing.fields import UNREADABLE, count_in, name_in
+from kvpool.policy.rebalancing.fields import UNREADABLE, count_in, name_in, number_in
 from kvpool.policy.rebalancing.plan import NO_PLAN, PlanNumber
 
 __all__ = ["STATE_BYTES_MAX", "InstanceState", "RunningRequest", "WaitingRequest", "state_from", "state_json"]
@@ -55,6 +55,7 @@ class InstanceState:
         last: The latest plan that it has accepted.
         idle: For how many epochs it has had nothing to do.
         draining: It takes nothing more, and its requests leave.
+        arriving: Requests that are on their way to it, or whose source does not know yet that they have come.
     """
 
     instance: int
@@ -66,6 +67,7 @@ class InstanceState:
     last: PlanNumber = NO_PLAN
     idle: int = 0
     draining: bool = False
+    arriving: int = 0
 
 
 def state_json(state: InstanceState, bytes_max: int = STATE_BYTES_MAX) -> dict[str, Any]:
@@ -82,6 +84,7 @@ def state_json(state: InstanceState, bytes_max: int = STATE_BYTES_MAX) -> dict[s
         "n": list(state.last),
         "i": state.idle,
         "d": int(state.draining),
+        "a": state.arriving,
     }
     left = bytes_max - len(json.dumps(fields, separators=(",", ":"))) - 32
     rows = [_row(each) for each in state.running]
@@ -126,9 +129,10 @@ def state_from(fields: Mapping[str, Any], instance: int) -> InstanceState | None
             waiting,
             count_in(fields["g"]),
             count_in(fields["s"]),
-            PlanNumber(count_in(term), count_in(epoch)),
+            PlanNumber(number_in(term), number_in(epoch)),
             count_in(fields["i"]),
             bool(count_in(fields["d"])),
+            count_in(fields.get("a", 0)),  # earlier releases do not say it
         )
     except UNREADABLE as error:
         raise ArgumentError(f"instance {instance} publishes a state that cannot be: {error!r}") from None

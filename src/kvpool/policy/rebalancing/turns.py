@@ -9,7 +9,7 @@ another plan would not have made.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,6 +18,7 @@ from kvpool.policy.rebalancing.states import InstanceState
 
 __all__ = ["Duties", "PlanBook", "duties_of", "planner_of"]
 
+_AHEAD_MAX: Final = 1 << 40  # more plans than an instance can miss: 30,000 years of epochs of a second
 _INSTANCES: Final = 1 << 14  # ids are below; a term leaves its planner's id when it is divided by this
 
 
@@ -69,6 +70,21 @@ class PlanBook:
         if not self._made.term or term > self._made.term:
             term += 1 + (self._instance - term - 1) % _INSTANCES
         return PlanNumber(term, epoch)
+
+    def strange(self, known: Mapping[int, PlanNumber]) -> set[int]:
+        """Instances whose numbers cannot be: far beyond all that this one knows of, and most others do.
+
+        If one of them counted, numbers would soon end, and with them all plans.
+
+        Args:
+            known: The highest number that each of the others names.
+        """
+        found: set[int] = set()
+        for part in range(2):
+            usual = sorted(number[part] for number in known.values())[: -(-len(known) // 2)][-1:]
+            limit = max(self.accepted[part], self._made[part], *usual) + _AHEAD_MAX
+            found |= {instance for instance, number in known.items() if number[part] > limit}
+        return found
 
     def made(self, number: PlanNumber) -> None:
         """Notes that this instance has published a plan of this number."""
