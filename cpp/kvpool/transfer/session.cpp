@@ -236,7 +236,7 @@ void Session::handle(Message&& message) {
 void Session::serve_verbs() {
   const auto serve = [this](const Verb& verb, auto read, auto on_call) {
     calls_->serve(verb, PeerCalls::Runs::kHere,
-                  [this, read, on_call](const CallPointer& call, Bytes&& request) { on_call(call, read(request)); });
+                  [read, on_call](const CallPointer& call, Bytes&& request) { on_call(call, read(request)); });
   };
   Receiver* const receiver = receiver_.get();
   serve(kLendVerb, read_lend, [=](const CallPointer& call, const LendBody& body) { receiver->on_lend(call, body); });

@@ -169,7 +169,7 @@ class Leaving:
         return max(until - now, 0.0) if until > now else self._timing.repeat_s
 
     def _finish(self) -> None:
-        """The engine frees the request, or goes on with it; then the destination is told. Whoever waits ends."""
+        """The engine frees the request, or goes on with it; then the destination is told. Those who wait hear it."""
         outcome: Migrated | Exception = StateError(f"the migration of request {self.source.request!r} has failed")
         try:
             outcome = self._conclude()

@@ -136,7 +136,7 @@ class Carrier:
                 self._threads.discard(threading.current_thread())
 
     def _next(self) -> tuple[PlannedMove, str, int] | None:
-        """The next move, which begins. None: there is none, and the thread does not count any more."""
+        """The next move, which begins. None when no move is left: the thread does not count any more then."""
         with self._lock:
             while self._queue:
                 move, to, lease = self._queue.popleft()
