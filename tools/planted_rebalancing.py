@@ -135,7 +135,7 @@ REBALANCING_BUGS: Final = (
     Bug(
         "back-after-the-end",
         "control",
-        "a step that outlives the end of a rebalancer publishes once more: all wait for the plans of one that makes no more",
+        "a step that outlives the end of a rebalancer publishes once more: all wait for plans that do not come",
         in_python("control/rebalancing/epochs.py", "if fields != self._published and not self._left:", "if True:"),
         _LEASES,
         build="python",
