@@ -7,6 +7,7 @@ wheel that is built on any Linux can be one for manylinux_2_28, without a contai
 from __future__ import annotations
 
 import importlib.util
+import platform
 import re
 import shlex
 import sys
@@ -25,10 +26,13 @@ def cmake_arguments(release: str, folder: Path) -> list[str]:
         folder: For scripts that call the compilers. Made if it is missing; it must stay while CMake builds.
 
     Raises:
-        SystemExit: The release is no release, or the package `ziglang` is not installed; the text says which.
+        SystemExit: The release is no release, this machine is no x86_64, or the package `ziglang` is not installed; the
+            text says which.
     """
     if not re.fullmatch(r"2\.\d+", release):
         raise SystemExit(f"glibc {release!r} is no release such as 2.28")
+    if platform.machine() != "x86_64":
+        raise SystemExit(f"a wheel for glibc {release} is built on x86_64 only, not on {platform.machine()}")
     if importlib.util.find_spec("ziglang") is None:
         raise SystemExit("a compiler for older releases of glibc comes with: pip install ziglang")
     folder.mkdir(parents=True, exist_ok=True)

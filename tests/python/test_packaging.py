@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -205,6 +206,10 @@ def test_compilers_for_an_older_glibc_are_called_with_it(tmp_path, monkeypatch):
 def test_no_compiler_for_an_older_glibc_is_an_error_in_one_line(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match=r"'28' is no release such as 2\.28"):
         cmake_arguments("28", tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(platform, "machine", lambda: "aarch64")
+        with pytest.raises(SystemExit, match="x86_64 only, not on aarch64"):
+            cmake_arguments("2.28", tmp_path)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="pip install ziglang"):
         cmake_arguments("2.28", tmp_path)

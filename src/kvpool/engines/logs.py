@@ -23,4 +23,5 @@ def log_as(engine: str, ours: str = "kvpool") -> None:
         return
     for handler in engines.handlers:
         own.addHandler(handler)
-    own.setLevel(engines.level)
+    if engines.handlers:
+        own.setLevel(engines.level)

@@ -252,6 +252,20 @@ def test_blocks_that_stay_quarantined_are_freed_after_errors_and_a_close(make):
     del b.pool.free
 
 
+def test_what_has_no_thread_now_is_done_with_the_next_that_is_left(make, monkeypatch):
+    _, b = make()
+    chores, done = Chores(b.pool, 0.01), []
+    with monkeypatch.context() as patched:
+
+        def no_thread(_):
+            raise RuntimeError("can't start new thread")
+
+        patched.setattr(threading.Thread, "start", no_thread)
+        chores.add(lambda: done.append(1) is None)
+    chores.add(lambda: done.append(2) is None)
+    eventually(lambda: done == [1, 2])
+
+
 def test_last_blocks_that_cannot_be_fetched_are_computed(make, reader):
     """The source may still write what it was asked for: the tokens go into other blocks."""
     a, b = make()

@@ -90,3 +90,6 @@ def test_an_engine_that_logs_nowhere_makes_nothing_of_it(loggers, root):
     loggers.engine.handlers = []
     loggers.log_as()
     assert [type(handler) for handler in loggers.own.handlers] == [logging.NullHandler]
+    loggers.engine.handlers = [loggers.kept]  # it says later where
+    loggers.log_as()
+    assert loggers.told() == ["something"]

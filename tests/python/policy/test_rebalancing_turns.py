@@ -80,7 +80,9 @@ def test_numbers_that_cannot_be_are_those_of_strangers():
     assert book.strange({}) == set()
     assert book.strange({2: PlanNumber(1, 9), 3: PlanNumber(1, 8), 4: far}) == {4}
     assert book.strange({2: PlanNumber(1, 9), 3: PlanNumber(1 << 47, 9), 4: PlanNumber(0, 0)}) == {3}
-    assert book.strange({2: far, 3: far, 4: PlanNumber(0, 0)}) == set()  # 4 and this one are new
+    assert book.strange({2: far, 3: far, 4: PlanNumber(0, 0)}) == {2, 3}  # half of them: this one counts, too
+    assert book.strange({2: far, 3: far, 4: far}) == set()
+    assert book.strange({2: far}) == {2}
     assert book.accept(plan(1, 9), 1)
     assert book.strange({2: PlanNumber(1, 9), 4: far}) == {4}
     assert book.strange({2: PlanNumber(1, 10**9)}) == set()

@@ -59,6 +59,7 @@ def test_an_instance_that_is_resumed_does_not_lock_out_the_one_that_worked_meanw
     """It has done nothing lately, so the mean is small. It is busy for 200 s, the other one for half a second."""
     fleet = Fleet(2, balance=Balance(warmup_s=0))
     fleet.scheduler.drain(1)
+    fleet.now += 40.0
     worked(fleet, 2, 900.0)
     fleet.scheduler.resume(1)
     table = fleet.scheduler._prefill
@@ -87,10 +88,23 @@ def test_who_comes_back_counts_as_the_middle_one_of_the_others_by_capacity():
         table.add(instance, 0.0, capacity)
         table.finish(instance, table.assign(instance, seconds, 0.0), 0.0)
     for instance in (3, 4):
-        table.set_open(instance, False)
-        table.set_open(instance, True)
+        table.set_open(instance, False, -2.5)
+        table.set_open(instance, True, 0.0)
     assert table.load(0.0).tolist() == [4.0, 8.0, 16.0, 8.0, 100.0]  # by share: the largest capacity is 2
     assert table.limit(0.0, 0.0) == pytest.approx(1.2 * (2 + 4 + 16 + 8 + 50) / 3.5)
+
+
+def test_who_was_away_for_a_moment_counts_as_before():
+    """A router takes an instance out for one decision, when it has just failed the request, say."""
+    table = routing.load.LoadTable(Balance(half_life_s=10.0, warmup_s=0), drains=True)
+    for instance, seconds in enumerate([10.0, 10.0, 0.0]):
+        table.add(instance, 0.0)
+        table.finish(instance, table.assign(instance, seconds, 0.0), 0.0)
+    before = table.load(0.0).tolist()
+    for _ in range(3):
+        table.set_open(2, False, 0.0)
+        table.set_open(2, True, 0.0)
+    assert table.load(0.0).tolist() == before == [10.0, 10.0, 0.0]
 
 
 def test_a_fleet_that_starts_together_has_no_newcomers():
@@ -141,7 +155,7 @@ def test_there_is_always_an_open_instance_and_none_above_the_cap(instances, cap)
     for number, (work, capacity, age, is_open) in enumerate(instances):
         table.add(number, 1000.0 - age, capacity)
         table.assign(number, work, 1000.0)
-        table.set_open(number, is_open)
+        table.set_open(number, is_open, 1000.0)
     load = table.load(1000.0)
     may = table.may_get_more(load, 1000.0, 1.0)
     opened = [at for at, (_, _, _, is_open) in enumerate(instances) if is_open]

@@ -72,7 +72,12 @@ class Chores:
             if self._is_running:
                 return
             self._is_running = True
-        threading.Thread(target=self._run, name="kvpool-migration-chores", daemon=True).start()
+        try:
+            threading.Thread(target=self._run, name="kvpool-migration-chores", daemon=True).start()
+        except RuntimeError:  # this process can have no more now: the next chore tries again
+            _log.exception("what a migration has left waits for a thread")
+            with self._lock:
+                self._is_running = False
 
     def _run(self) -> None:
         while True:

@@ -243,12 +243,12 @@ class Incoming:
     def _ask(self, found: policy.Destination, dialogue: Dialogue[policy.SourceSays]) -> bool:
         """Asks the source of a request that is kept once more. Whether that is over."""
         proof = self._evidence.of(dialogue.peer, found.id.source)
-        if proof == "fenced" and self._engine.progress(found.request) is None:
-            with self._lock:
-                self._over.add(found.id)
+        is_over = proof == "fenced" and self._engine.progress(found.request) is None
         with self._lock:
             if self._closed or self._arrivals.find(found.id) is None:
                 return True
+            if is_over:
+                self._over.add(found.id)
             if proof is not None:
                 found.gone(f"{dialogue.peer} is gone: {proof}", ended=proof == "ended")
             if self._end_kept(found):

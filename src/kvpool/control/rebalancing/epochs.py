@@ -12,7 +12,7 @@ from typing import Final
 
 from kvpool.control.rebalancing.carrying import Carrier, Migrates
 from kvpool.control.rebalancing.engine import RebalancedEngine
-from kvpool.control.rebalancing.members import KnowsMembers, MemberStates, Said, published
+from kvpool.control.rebalancing.members import KnowsMembers, MemberStates, PublishesState, Said, published
 from kvpool.control.rebalancing.totals import Tally
 from kvpool.errors import Error, StateError
 from kvpool.policy.rebalancing import (
@@ -78,6 +78,9 @@ class Epochs:
         if registration is None:
             raise StateError("rebalancing: attach the pool to the cluster first")
         self._registration = registration
+        # Not a method: the carrier has it, and one that is dropped without `close` ends at once, before any search for
+        # cycles.
+        self._lease = partial(_lease_of, registration)
         self._instance = registration.instance
         self._migrations = migrations
         self._engine = engine
@@ -224,10 +227,6 @@ class Epochs:
 
     # ---- what it does
 
-    def _lease(self) -> int | None:
-        """Which of its leases this instance has: one that it has regained is another. None: it has none."""
-        return self._registration.leases_lost if self._registration.lease_valid() else None
-
     def _strange(self, said: dict[int, Said]) -> set[int]:
         """Instances that take no part, whatever they say: their numbers would end all plans. Logged once."""
         numbers = {each: max(one.state.last, one.plan.number if one.plan else NO_PLAN) for each, one in said.items()}
@@ -280,6 +279,7 @@ class Epochs:
         if since < self._epoch_s or (since < _PATIENCE_EPOCHS * self._epoch_s and self._waits(said)):
             return
         self._planned_at = now
+        self._late = True  # until there is a plan: if none can be made, the next member is to plan
         states = [self._state(said), *(each.state for each in said.values())]
         number = self._book.next_number(states)
         plan = self._planner.plan(states, number, self._instance)
@@ -314,6 +314,11 @@ class Epochs:
             call()
         except Exception:
             _log.exception("the application failed to %s", what)
+
+
+def _lease_of(registration: PublishesState) -> int | None:
+    """Which of its leases an instance has: one that it has regained is another. None: it has none."""
+    return registration.leases_lost if registration.lease_valid() else None
 
 
 def _named(requests: Iterable[tuple[str, int]]) -> tuple[dict[str, int], int]:

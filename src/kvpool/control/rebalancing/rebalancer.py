@@ -127,7 +127,8 @@ class Rebalancer:
             self._stop.set()
         self._wake.set()
         self._watch.close()
-        self._thread.join(timeout)
+        if self._thread is not threading.current_thread():  # the engine closes it in a call of it
+            self._thread.join(timeout)
         self._epochs.carrier.close(timeout)
         try:
             self._epochs.leave()

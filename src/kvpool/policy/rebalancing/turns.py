@@ -81,8 +81,9 @@ class PlanBook:
         """
         found: set[int] = set()
         for part in range(2):
-            usual = sorted(number[part] for number in known.values())[: -(-len(known) // 2)][-1:]
-            limit = max(self.accepted[part], self._made[part], *usual) + _AHEAD_MAX
+            own = max(self.accepted[part], self._made[part])
+            named = sorted([own, *(number[part] for number in known.values())])
+            limit = max(own, named[(len(named) - 1) // 2]) + _AHEAD_MAX
             found |= {instance for instance, number in known.items() if number[part] > limit}
         return found
 

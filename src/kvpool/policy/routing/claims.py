@@ -49,7 +49,8 @@ class Claims:
         if claim is None:
             return
         for other in self._at.get(incarnation, {}).values():
-            other.first = max(other.first, self._shared(claim, other))
+            if self._same_at(claim, other, other.first):  # else no more is shared than is known to be computed
+                other.first = max(other.first, self._shared(claim, other))
 
     def withdraw(self, tree: PromptTree | None, instance: int, incarnation: int, ticket: int) -> None:
         """The request has failed: forgets what only it claimed, or nothing if there is no tree to forget it."""
@@ -58,7 +59,7 @@ class Claims:
             return
         tree.remove(claim.tokens, instance, claim.first, claim.namespace)
         for other in self._at.get(incarnation, {}).values():
-            if self._shared(claim, other) > claim.first:
+            if self._same_at(claim, other, claim.first) and self._shared(claim, other) > claim.first:
                 tree.insert(other.tokens, instance, other.namespace)
                 other.first = min(other.first, claim.first)
 
@@ -71,13 +72,17 @@ class Claims:
             del self._at[incarnation]
         return claim
 
+    def _same_at(self, one: _Claim, other: _Claim, block: int) -> bool:
+        """Whether both have this block and it is the same: of prompts that differ later, most differ there."""
+        begin, end = block * self._block_tokens, (block + 1) * self._block_tokens
+        there = end <= min(len(one.tokens), len(other.tokens))
+        return there and np.array_equal(one.tokens[begin:end], other.tokens[begin:end])
+
     def _shared(self, one: _Claim, other: _Claim) -> int:
         """With how many equal blocks the prompts begin."""
         if one.namespace != other.namespace:
             return 0
         size = self._block_tokens
         end = min(len(one.tokens), len(other.tokens)) // size * size
-        if not np.array_equal(one.tokens[:size], other.tokens[:size]):  # quickly, for the most
-            return 0
         different = np.flatnonzero(one.tokens[:end] != other.tokens[:end])
         return int(different[0] if len(different) else end) // size

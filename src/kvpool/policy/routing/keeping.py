@@ -100,7 +100,7 @@ class KeepHits(Ranking):
         for first, weight in self._parts:
             start = first if first > cached else cached
             part_s = exec_s(start) - exec_s(end) if weight else 0.0
-            if weight and fetch_s is not None:
+            if fetch_s is not None:
                 fetched_s = fetch_s(held - start)
                 part_s, later_s = min(part_s, fetched_s - later_s), fetched_s
             if part_s > 0.0:

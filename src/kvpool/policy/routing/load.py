@@ -32,6 +32,7 @@ __all__ = ["Bools", "Floats", "LoadTable"]
 
 _SUMMED = 1 << 16  # changes after which sums are recomputed: each change rounds
 _CAPACITY_LEAST, _CAPACITY_MOST = 1e-100, 1e100  # within them, sums and quotients are finite, and not 0
+_AWAY = 0.25  # of a half-life: who was away for less has missed little
 
 
 class LoadTable(InstanceSlots):
@@ -60,6 +61,7 @@ class LoadTable(InstanceSlots):
         self._numbers = count()
         self._fading = Fading(balance.half_life_s)  # of finished work
         self._closed = 0
+        self._closed_at: dict[int, float] = {}  # by instance
         self._warm_at = inf  # when the next newcomer gets a full share
         self._most = 0.0  # the largest capacity of the instances with a full share
         self._equal = True  # capacities
@@ -93,6 +95,7 @@ class LoadTable(InstanceSlots):
         """An instance leaves, with all its work. The last one takes its slot."""
         slot, last = self.slot(instance), len(self) - 1
         self._closed -= not self._open[slot]
+        self._closed_at.pop(instance, None)
         moved = last in self.order or last in self._moved
         self._moved -= {slot, last}
         self.order.drop(slot)
@@ -109,19 +112,22 @@ class LoadTable(InstanceSlots):
             self._put(slot, float(self._since[slot]))
         self._sum()
 
-    def set_open(self, instance: int, is_open: bool) -> None:
-        """Whether it gets new work at all. One that does again counts as if it had worked as the others have."""
+    def set_open(self, instance: int, is_open: bool, now: float) -> None:
+        """Whether it gets new work at all. One that does again after long counts as if it had worked as the others."""
         slot = self.slot(instance)
         if bool(self._open[slot]) == is_open:
             return
         self._closed += 1 if not is_open else -1
         self._open[slot] = is_open
         self._note_idle(slot)
+        closed_at = self._closed_at.pop(instance, now)
         if not is_open:
+            self._closed_at[instance] = now
             self.order.drop(slot)
             self._moved.discard(slot)
         elif slot not in self.newcomers:
-            self._catch_up({slot})
+            if now - closed_at >= _AWAY * self.balance.half_life_s:
+                self._catch_up({slot})
             self._put(slot, float(self._since[slot]))
         self._sum()
 

@@ -172,11 +172,11 @@ class GlobalScheduler:
 
     def drain(self, instance: int) -> None:
         """The instance gets no new requests, but others may fetch from it. `resume` ends it."""
-        self._table(self._known(instance).kind).set_open(instance, False)
+        self._table(self._known(instance).kind).set_open(instance, False, self._clock())
 
     def resume(self, instance: int) -> None:
         """The instance gets new requests again."""
-        self._table(self._known(instance).kind).set_open(instance, True)
+        self._table(self._known(instance).kind).set_open(instance, True, self._clock())
 
     # ---- trees
 
