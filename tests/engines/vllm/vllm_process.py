@@ -39,7 +39,7 @@ def declared_entry_point() -> tuple[str, str]:
 
 
 def installed(folder: Path) -> Path:
-    """What an installation of kvpool tells vLLM."""
+    """What an installation of kvpool tells vLLM, and a plugin of the tests: see yielding.py."""
     group, lines = declared_entry_point()
     info = folder / "kvpool-0.0.0.dist-info"
     info.mkdir(parents=True, exist_ok=True)

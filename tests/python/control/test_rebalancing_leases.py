@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import random
+import threading
 
 import pytest
 from control.migration_kit import eventually
@@ -241,6 +242,27 @@ def test_a_step_that_outlives_the_end_says_and_does_nothing_more():
     assert one.record == {}
     world.rounds(4, but=(1,))
     assert two.epochs.plans
+
+
+def test_a_rebalancer_is_closed_by_the_engine_that_it_calls():
+    """`terminate` may do so: then the thread that steps cannot wait for itself."""
+    world = World()
+    (one,) = world.add_all({"a": 30})
+    made, closed, running = threading.Event(), threading.Event(), one.engine.running
+
+    def ends():
+        assert made.wait(20)
+        rebalancer.close()
+        closed.set()
+        return running()
+
+    one.engine.running = ends
+    rebalancer = Rebalancer(one.migrations, one.engine, one.cluster, capacity=96, epoch_s=0.02)
+    made.set()
+    assert closed.wait(20)
+    rebalancer._thread.join(20)
+    assert not rebalancer._thread.is_alive()
+    assert one.record == {}
 
 
 @pytest.fixture

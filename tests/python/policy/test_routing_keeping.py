@@ -12,6 +12,7 @@ from policy.fleet import BLOCK, Curved, Fleet, UnitModel, prompt, transfer
 
 from kvpool.errors import ArgumentError
 from kvpool.policy.routing import KeepHits, QueuePlusExec
+from kvpool.policy.routing.policies import Asked
 from kvpool.policy.routing.uses import Uses
 
 
@@ -237,3 +238,12 @@ def test_it_decides_where_prompts_are_computed_and_not_where_they_are_decoded():
     """There it would charge for nothing: no prompt is computed."""
     with pytest.raises(ArgumentError, match="decode_policy"):
         Fleet(1, decode_policy=KeepHits())
+
+
+def test_each_part_is_charged_what_fetching_it_takes_though_the_one_behind_it_is_popular():
+    """12 tokens of a second each, half a second to fetch; the middle four are charged nothing."""
+    asked = Asked(prompt(3), "", BLOCK, 12, lambda held: 12.0 - held, 2, lambda tokens: 0.5 * tokens)
+    policy = KeepHits(thrift=7.0)
+    policy.asked(asked)
+    policy._parts = [(8, 7.0), (4, 0.0), (0, 7.0)]
+    assert policy._computed(0) == 7.0 * (2.0 + 2.0)

@@ -123,7 +123,7 @@ class Router:
                 if self._members is not None:
                     await self._members.reconcile()
                 self.fleet.tick()
-                if ticks % _EXPIRE_TICKS == 0:  # else a request would: it takes as long here, but seldom beside one
+                if ticks % _EXPIRE_TICKS == 0:  # else the next request would: few wait for it here
                     self.fleet.scheduler.expire()
             except Exception:  # time passes on
                 LOGGER.exception("error")
