@@ -196,6 +196,16 @@ TEST_CASE("if one of several blocks cannot be read, none is held") {
   space.check_unread(blocks.data(), 2);
 }
 
+TEST_CASE("a peer that names a block that was recalled is told that it is stale") {
+  Blocks kept(4, 4);
+  CacheBlocks& space = *kept;
+  const Addresses blocks = take(space, 2, Medium::kHbm);
+  space.give({&blocks[1], 1}, {BlockState::kQuarantined, 5, 0});
+  CHECK(code_of([&] { space.hold_for_reading(blocks.data(), 2, 5); }) == ErrorCode::kStaleAddress);
+  CHECK(code_of([&] { space.hold_for_reading(blocks.data(), 2, 0); }) == ErrorCode::kState);
+  space.check_unread(blocks.data(), 2);
+}
+
 TEST_CASE("a transfer may write blocks that are reserved for it, and not those lent to its owner") {
   Blocks kept(4, 4);
   CacheBlocks& space = *kept;

@@ -366,6 +366,12 @@ void CacheBlocks::hold_for_reading(const Address* addresses, std::size_t n, std:
                         "): the block is lent to another peer",
                     {{"address", static_cast<std::int64_t>(addresses[i])}, {"position", static_cast<std::int64_t>(i)}});
       }
+      if (state == BlockState::kQuarantined && for_incarnation != 0) {  // a peer may not have heard of it yet
+        throw Error(ErrorCode::kStaleAddress,
+                    "address " + std::to_string(addresses[i]) + " (position " + std::to_string(i) +
+                        "): the block was recalled, or what was to be written there failed",
+                    {{"address", static_cast<std::int64_t>(addresses[i])}, {"position", static_cast<std::int64_t>(i)}});
+      }
       std::uint16_t& readers = readers_[medium_of(addresses[i])][block_of(addresses[i])];
       const bool readable =
           state == BlockState::kActive || state == BlockState::kHistorical || state == BlockState::kLent;
