@@ -110,6 +110,7 @@ class PeerCalls final : public std::enable_shared_from_this<PeerCalls> {
 
  private:
   friend class ServedCall;
+  static constexpr std::int64_t kRetryAfterUs = 10'000;
   class Awaited;
   class Begun;
   struct Known {
