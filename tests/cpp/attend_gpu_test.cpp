@@ -13,6 +13,7 @@
 #include "fuzz_seeds.h"
 #include "gpu_attention_kit.h"
 #include "kvpool/base/clock.h"
+#include "sleep_while.h"
 #include "thrown.h"
 
 #ifdef KVPOOL_FAKE_CUDA
@@ -357,10 +358,10 @@ TEST_CASE("a call that takes its time keeps no other from the GPU, and one that 
     slow.emplace_back([&] {
       (void)gpu.gpu().attend(call, plan, [&] {
         ++begun;
-        while (!over) std::this_thread::yield();
+        sleep_while([&] { return !over; });
       });
     });
-    while (begun == before) std::this_thread::yield();
+    sleep_while([&] { return begun == before; });
   };
   occupy();
   check_same(sequence.on_gpu(gpu)[0], sequence.on_cpu()[0]);

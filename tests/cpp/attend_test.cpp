@@ -13,6 +13,7 @@
 #include "kvpool/base/clock.h"
 #include "kvpool/sequences/attender.h"
 #include "sequence_kit.h"
+#include "sleep_while.h"
 #include "thrown.h"
 
 namespace kvpool::testing {
@@ -105,7 +106,7 @@ TEST_CASE("an Attender that is stopped waits for the attention that another thre
       waits = true;
       task.wait(monotonic_ns() + kSecondsNs);
     });
-    while (!waits) std::this_thread::yield();
+    sleep_while([&] { return !waits; });
     node->attender().stop();  // either the computation has ended, or it does not begin
     const std::vector<std::byte> nothing(2 * 4 * kPage * kDim * sizeof(float));
     for (const Address address : sequence->addresses()) {

@@ -13,6 +13,7 @@
 #include "lent_team.h"
 #include "peer_process.h"
 #include "route_trial.h"
+#include "sleep_while.h"
 
 namespace kvpool {
 namespace {
@@ -131,7 +132,7 @@ TEST_CASE("cma reports a peer that is killed in the middle of a write as lost") 
     const WholeWrite write(kBlocks, kBytes);
     std::atomic<std::uint64_t> done{0};
     std::thread killer([&] {
-      while (done.load() < kBytes) std::this_thread::yield();
+      sleep_while([&] { return done.load() < kBytes; });
       peer.kill_and_wait();
     });
     WriteRequest request = write.request();

@@ -15,6 +15,7 @@
 #include "kvpool/cuda/copier.h"
 #include "kvpool/net/reactor.h"
 #include "kvpool/routes/cuda_ipc/cuda_route.h"
+#include "sleep_while.h"
 #include "table_kernels.h"
 #include "thrown.h"
 
@@ -223,7 +224,7 @@ TEST_CASE("a table is not reused while it is unknown whether its copy is under w
   cuda.fail("cuStreamSynchronize", 0);
   TableKernels::launches() = 0;
   std::thread other([&] { tiers.move(TierWay::kOut, second, second_to); });
-  while (TableKernels::launches() == 0) std::this_thread::yield();
+  sleep_while([&] { return TableKernels::launches() == 0; });
   gate.open();
   other.join();
   CHECK(wrong(cuda, *tiers.host, first_to, 8, first) == 0);

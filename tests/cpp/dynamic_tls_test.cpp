@@ -9,6 +9,7 @@
 #include "doctest/doctest.h"
 #include "fake_paths.h"
 #include "new_process.h"
+#include "sleep_while.h"
 
 namespace kvpool::testing {
 
@@ -27,7 +28,7 @@ TEST_CASE("a process ends well with threads that use a library's thread-local me
       for (;;) pause();
     }).detach();
   }
-  while (kept < kThreads) std::this_thread::yield();
+  sleep_while([&] { return kept < kThreads; });
 }
 
 }  // namespace kvpool::testing

@@ -19,6 +19,7 @@
 #include "kvpool/cuda/stream.h"
 #include "kvpool/cuda/wait_word.h"
 #include "kvpool/net/reactor.h"
+#include "sleep_while.h"
 #include "thrown.h"
 
 #ifdef KVPOOL_FAKE_CUDA
@@ -158,7 +159,7 @@ TEST_CASE("a stream has a bounded queue: a caller waits when it is full, and oth
     CHECK(driver.memset_async(memory, 2, 64, stream) == 0);
     taken = true;
   });
-  while (cuda.count("callers held up") == 0) std::this_thread::yield();
+  sleep_while([&] { return cuda.count("callers held up") == 0; });
   CHECK(driver.memset_async(memory, 3, 64, other) == 0);
   CHECK(driver.stream_synchronize(other) == 0);
   CHECK_FALSE(taken);
@@ -203,7 +204,7 @@ TEST_CASE("the fake reports a wait for a whole GPU while a stream there waits fo
   const auto word = WaitWord::take(gpu.context, monotonic_ns() + 60'000'000'000);
   word->hold_up(engine.handle());
   std::thread later([&] {
-    while (cuda.count("waits behind words") == 0) std::this_thread::yield();
+    sleep_while([&] { return cuda.count("waits behind words") == 0; });
     word->set();
   });
   load();

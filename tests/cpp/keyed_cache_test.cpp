@@ -24,6 +24,7 @@
 #include "kvpool/pool/peer_claims.h"
 #include "pool_fixture.h"
 #include "shared_space_kit.h"
+#include "sleep_while.h"
 #include "swap_kit.h"
 #include "thrown.h"
 
@@ -363,7 +364,7 @@ TEST_CASE("whether a cache is closed is known while another thread uses it, and 
     id = gettid();
     rig.cache->evict(1);  // waits for the space, with the lock of the cache
   });
-  while (id == 0) std::this_thread::yield();
+  sleep_while([&] { return id == 0; });
   CHECK(falls_asleep(id));
   const int status = test::run_in_child([&] {
     alarm(60);  // it has hung

@@ -16,6 +16,7 @@
 #include "lent_team.h"
 #include "peer_process.h"
 #include "route_trial.h"
+#include "sleep_while.h"
 
 namespace kvpool {
 namespace {
@@ -114,7 +115,7 @@ TEST_CASE("a cancelled write ends early, and nothing of it is written afterwards
   request.cancelled = &cancelled;
   request.bytes_done = &done;
   std::thread canceller([&] {
-    while (done.load() == 0) std::this_thread::yield();
+    sleep_while([&] { return done.load() == 0; });
     cancelled.store(true);
   });
   const auto code = code_of([&] { route->write(request); });

@@ -13,6 +13,7 @@
 #include "nccl_pools.h"
 #include "peer_process.h"
 #include "session_kit.h"
+#include "sleep_while.h"
 
 #ifdef KVPOOL_FAKE_CUDA
 
@@ -298,7 +299,7 @@ TEST_CASE("nccl inbox: a halted sender or an ended link ends the waits for it") 
     test.say(FrameKind::kChannel, write_body(channel));
     test.say(FrameKind::kPass, write_body(InboxTest::pass(1)));
     std::thread peer([&] {
-      while (test.nccl.count("ncclCommGetAsyncError") < 3) std::this_thread::yield();
+      sleep_while([&] { return test.nccl.count("ncclCommGetAsyncError") < 3; });
       if (halts) {
         test.say(FrameKind::kHalt, write_halt(1));
       } else {

@@ -16,6 +16,7 @@
 #include "kvpool/cuda/wait_word.h"
 #include "kvpool/net/reactor.h"
 #include "kvpool/routes/nccl/nccl_pipe.h"
+#include "sleep_while.h"
 #include "thrown.h"
 
 #ifdef KVPOOL_FAKE_CUDA
@@ -164,7 +165,7 @@ TEST_CASE("a pipe that needs more staging memory does not wait for another that 
       CHECK(code == ErrorCode::kCancelled);
       ended = true;
     });
-    while (nccl.count("ncclRecv") == 0) std::this_thread::yield();
+    sleep_while([&] { return nccl.count("ncclRecv") == 0; });
     growing.open(kLarge);
     CHECK_FALSE(ended);
     gives_up = true;

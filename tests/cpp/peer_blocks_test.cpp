@@ -11,6 +11,7 @@
 #include "kvpool/base/digest.h"
 #include "kvpool/pool/peer_claims.h"
 #include "pool_fixture.h"
+#include "sleep_while.h"
 #include "thrown.h"
 
 namespace kvpool::testing {
@@ -269,7 +270,7 @@ TEST_CASE("lent blocks on their way to the index cannot be freed by anyone who k
   for (int round = 0; round < kRounds && freed == 0 && !failure; ++round) {
     Delivery delivery = kit.named(1, /*insert=*/true, round % kPrompts);
     target = delivery.reservation.addresses[0];
-    while (round == 0 && refused == 0) std::this_thread::yield();
+    sleep_while([&] { return round == 0 && refused == 0; });
     failure = code_of([&] { kit.blocks.publish(std::move(kit.blocks.deliver(std::move(delivery)).news)); });
     if (const auto item = kit.received.pop(0); item != nullptr) kit.pool->unpin(&item->pin, 1);
   }

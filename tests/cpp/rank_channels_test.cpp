@@ -14,6 +14,7 @@
 #include "fuzz_seeds.h"
 #include "kvpool/base/clock.h"
 #include "rank_here.h"
+#include "sleep_while.h"
 
 namespace kvpool::testing {
 namespace {
@@ -200,7 +201,7 @@ TEST_CASE("fuzz: orders of many threads report once each, and every meeting that
               const auto stop = give(from, meeting,
                                      {{part(to.number, 0, kPiece)}, {from.at(block + 1)}, {to.at(block)}}, outcomes[i]);
               if (own.one_in(6)) stop->store(true);
-              while (outcomes[i]->reports == 0) std::this_thread::yield();
+              sleep_while([&] { return outcomes[i]->reports == 0; });
             }
           });
         }

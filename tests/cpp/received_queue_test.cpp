@@ -24,6 +24,7 @@
 #include "kvpool/ranks/instance_ranks.h"
 #include "pool_fixture.h"
 #include "silent_link.h"
+#include "sleep_while.h"
 #include "thrown.h"
 
 namespace kvpool::testing {
@@ -68,7 +69,7 @@ TEST_CASE("a thread that waits for items learns why no more will come") {
       waits = true;
       heard = code_of([&] { queue.pop(in_a_minute()); });
     });
-    while (!waits) std::this_thread::yield();
+    sleep_while([&] { return !waits; });
     if (fails) {
       queue.fail(Error(ErrorCode::kDeviceLost, "the GPU is gone"));
     } else {
@@ -94,7 +95,7 @@ TEST_CASE("a thread that waits for items learns that the pool has failed") {
     waits = true;
     heard = code_of([&] { service.receive(in_a_minute()); });
   });
-  while (!waits) std::this_thread::yield();
+  sleep_while([&] { return !waits; });
   pool->fail(Error(ErrorCode::kDeviceLost, "the GPU is gone"));
   waiter.join();
   CHECK(heard == ErrorCode::kDeviceLost);
@@ -168,7 +169,7 @@ TEST_CASE("a thread that reads a link for items gets those of other peers, and l
     std::string got;
     std::optional<ErrorCode> heard;
     std::thread waiter([&] { heard = code_of([&] { got = queue.pop(in_a_minute(), find_link)->peer; }); });
-    while (link->drives == 0) std::this_thread::yield();
+    sleep_while([&] { return link->drives == 0; });
     if (how == 0) push_one(queue, "b");
     if (how == 1) queue.close();
     if (how == 2) queue.fail(Error(ErrorCode::kDeviceLost, "the GPU is gone"));
@@ -185,7 +186,7 @@ TEST_CASE("a thread whose link ends goes on waiting for items of other peers") {
   CHECK(queue.pop(in_a_minute()) != nullptr);
   std::string got;
   std::thread waiter([&] { got = queue.pop(in_a_minute(), [&](const std::string&) { return link; })->peer; });
-  while (link->drives == 0) std::this_thread::yield();
+  sleep_while([&] { return link->drives == 0; });
   link->end();
   push_one(queue, "b");
   waiter.join();
@@ -205,7 +206,7 @@ TEST_CASE("of several threads that wait for items, one reads a link, and each ge
       if (queue.pop(in_a_minute(), find_link) != nullptr) got.fetch_add(1);
     });
   }
-  while (link->drives == 0) std::this_thread::yield();
+  sleep_while([&] { return link->drives == 0; });
   for (int i = 0; i < 4; ++i) push_one(queue, "b");
   for (std::thread& waiter : waiters) waiter.join();
   CHECK(got == 4);
