@@ -114,6 +114,17 @@ ATTENTION_BUGS: Final[tuple[Bug, ...]] = (
         ("peer_views_test.cpp",),
     ),
     Bug(
+        "attention-waits-unheld",
+        "views",
+        "blocks are reused while an attention over them waits for its turn: a plausible, wrong result",
+        in_cpp(
+            "views/peer_views.cpp",
+            "request.entries.push_back({blocks->read(), {}});",
+            "request.entries.push_back({{blocks->read().runs, nullptr, nullptr}, {}});",
+        ),
+        ("sim_test.cpp",),
+    ),
+    Bug(
         "recall-leaves-views",
         "transfer",
         "recalled blocks stay held by the borrower's view: the owner does not get its memory back",
@@ -173,7 +184,7 @@ ATTENTION_BUGS: Final[tuple[Bug, ...]] = (
         "attention for a peer is computed in the thread that reads links: leases and other peers wait for it",
         in_cpp(
             "views/lent_attends.cpp",
-            "calls_.run(peer, priority, [this, job = std::move(job)] { carry_out(*job); });",
+            "run_later(peer, priority, [this, job = std::move(job)] { carry_out(*job); });",
             "static_cast<void>(priority);\n  carry_out(*job);",
         ),
         ("remote_attend_test.cpp",),

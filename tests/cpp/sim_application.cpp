@@ -34,6 +34,7 @@ void SimWorld::act(Member& member) {
     return;
   }
   if (drawn < 49) return unview(member);
+  if (drawn < 53) return attend(member);
   if (drawn < 57) return borrow(member);
   if (drawn < 63) {
     Peering* const peering = any_peering(member);

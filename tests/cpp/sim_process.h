@@ -107,6 +107,28 @@ class SimBlocks final : public BlockHost {
   std::vector<Address> freed_early_;
 };
 
+// Attention for peers on the simulator's clock: threads would follow no seed.
+class SimAttends final : public LentAttends {
+ public:
+  static constexpr std::uint32_t kMost = 1;
+
+  SimAttends(SimClock& clock, SimClock::Actor actor, Pool& pool, Attender& attender)
+      : LentAttends(pool, attender, pool.executor(), kMost), clock_(clock), actor_(actor) {}
+
+ private:
+  static constexpr std::int64_t kSoonNs = 3'000'000;
+  static constexpr std::int64_t kLateNs = 200'000'000;  // beyond most deadlines
+
+  void run_later(std::uint64_t /*peer*/, Priority /*priority*/, Task work) override {
+    SimDice& dice = clock_.dice();
+    clock_.after(dice.between(0, dice.chance(400) ? kLateNs : kSoonNs), actor_, std::move(work));
+  }
+  std::int64_t stops_at_ns(const ServedCall& /*call*/) const noexcept override { return INT64_MAX; }
+
+  SimClock& clock_;
+  const SimClock::Actor actor_;
+};
+
 struct SimIdentity {
   std::string name;
   std::uint32_t instance = 0;
@@ -114,11 +136,29 @@ struct SimIdentity {
   std::uint32_t hbm_blocks = 0;
   std::uint32_t dram_blocks = 0;
   bool aggregated = true;
+  bool attendable = true;
 };
 
 class SimProcess final : public SessionHost {
  public:
   static constexpr std::uint32_t kReceivedMax = 6;
+  static constexpr std::uint32_t kHeadDim = 8;
+  static constexpr std::uint32_t kLayers = 2;
+
+  // Two layers of one head. Attention can be computed if all pieces are as long as the format says; that others differ
+  // in length is for transfers.
+  static PoolOptions options(const SimIdentity& identity) {
+    PoolOptions options = small_options(identity.hbm_blocks, identity.dram_blocks);
+    constexpr std::uint64_t kPieceBytes = kPage * kHeadDim * sizeof(float);
+    options.layout.piece_bytes = {kPieceBytes - 80, kPieceBytes - 48, kPieceBytes, kPieceBytes};
+    if (identity.attendable) options.layout.piece_bytes.assign(std::size_t{2} * kLayers, kPieceBytes);
+    options.layout.aggregated = identity.aggregated;
+    options.layout.format = {1, kHeadDim, DType::kFloat32, false, false};
+    options.check_memory = false;
+    options.copy_threads = 1;
+    options.first_generation = 1 + identity.instance;
+    return options;
+  }
 
   SimProcess(SimClock& clock, const SimBugs& bugs, const SimIdentity& identity,
              std::uint32_t received_max = kReceivedMax)
@@ -131,13 +171,14 @@ class SimProcess final : public SessionHost {
         peer_blocks_(*pool_, received_),
         blocks_(peer_blocks_, bugs),
         attender_(pool_->executor(), 1),
-        lent_attends_(*pool_, attender_, pool_->executor(), 1) {
+        lent_attends_(clock, actor_, *pool_, attender_) {
     pool_->set_instance(identity.instance);
     limits_.reserve_max_ns = 120'000'000;
     limits_.transfers_max = 12;
     limits_.reserved_max = 40;
   }
 
+  Attender& attender() noexcept { return attender_; }
   void set_limits(const SessionLimits& limits) noexcept { limits_ = limits; }
   SimClock::Actor actor() const noexcept { return actor_; }
   const SimIdentity& identity() const noexcept { return identity_; }
@@ -202,17 +243,6 @@ class SimProcess final : public SessionHost {
     bool told = false;
   };
 
-  static PoolOptions options(const SimIdentity& identity) {
-    PoolOptions options = small_options(identity.hbm_blocks, identity.dram_blocks);
-    options.layout.piece_bytes = {48, 80, 64, 64};
-    options.layout.aggregated = identity.aggregated;
-    options.layout.format = {1, 4, DType::kFloat32, false, false};  // of some of the pieces: attention is not computed
-    options.check_memory = false;
-    options.copy_threads = 1;
-    options.first_generation = 1 + identity.instance;
-    return options;
-  }
-
   void schedule(const std::shared_ptr<Writing>& work) {
     clock_.after(clock_.dice().between(0, kStepNs), actor_, [this, work] {
       if (write_some(*work)) schedule(work);
@@ -255,8 +285,8 @@ class SimProcess final : public SessionHost {
   ReceivedQueue received_;
   PeerBlocks peer_blocks_;
   SimBlocks blocks_;
-  Attender attender_;  // computes nothing here: threads would follow no seed
-  LentAttends lent_attends_;
+  Attender attender_;
+  SimAttends lent_attends_;
   SessionLimits limits_;
   TransferTally tally_;
   std::vector<std::shared_ptr<Session>> sessions_;

@@ -47,9 +47,10 @@ TEST_CASE("in a simulated world where everything fails, no byte is wrong, nothin
   }
   if (std::getenv("KVPOOL_SEED") != nullptr) return;
   for (const char* what :
-       {"transfers", "fetches", "borrowings", "successes",      "failures",          "cancellations",  "kills",
-        "pauses",    "resets",  "cuts",       "disconnections", "slow applications", "items received", "probes",
-        "recalls",   "views",   "readings",   "matches",        "matches that held", "prompts fetched"}) {
+       {"transfers", "fetches", "borrowings", "successes",      "failures",          "cancellations",   "kills",
+        "pauses",    "resets",  "cuts",       "disconnections", "slow applications", "items received",  "probes",
+        "recalls",   "views",   "readings",   "matches",        "matches that held", "prompts fetched", "attends",
+        "attended"}) {
     CHECK_MESSAGE(happened[what] > kSeeds / 20, std::string(what), ": ", happened[what]);
   }
 }

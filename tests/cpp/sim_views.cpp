@@ -1,5 +1,5 @@
 // What the applications of the simulated world read of each other's blocks where they lie: views, and readings through
-// a mapping. Attention itself is not computed here: its threads follow no seed.
+// a mapping.
 #include <algorithm>
 
 #include "sim_world.h"
@@ -114,6 +114,7 @@ void SimWorld::check_views(Member& member) {
 void SimWorld::end_views(Member& member) {
   member.viewed.clear();
   if (!member.readings.empty()) fail("R3: a reading has not ended");
+  if (!member.attending.empty()) fail("R3: a call for attention has not ended");
 }
 
 }  // namespace kvpool::testing

@@ -64,6 +64,7 @@ SimWorld::SimWorld(const SimPlan& plan) : plan_(plan), clock_(plan.seed) {
   const std::uint64_t ways = dice.below(3);
   one_sided_ = ways != 0;
   placed_ = ways != 1;
+  attendable_ = dice.chance(600);
   const std::uint32_t places = dice.chance(800) ? 2 : 3;
   now_.resize(places);
   for (std::uint32_t place = 0; place < places; ++place) start_process(place);
@@ -98,6 +99,7 @@ SimWorld::Member& SimWorld::start_process(std::uint32_t place) {
   identity.hbm_blocks = static_cast<std::uint32_t>(dice.between(12, 28));
   identity.dram_blocks = static_cast<std::uint32_t>(dice.chance(500) ? 0 : dice.between(4, 16));
   identity.aggregated = dice.chance(500);
+  identity.attendable = attendable_;
   Member& member = *members_.emplace_back(std::make_unique<Member>());
   member.process = std::make_unique<SimProcess>(clock_, plan_.bugs, identity);
   member.process->on_recalled = [this, &member](const Session& session, const std::vector<Address>& addresses) {

@@ -18,6 +18,7 @@
 #include "kvpool/sequences/readable_blocks.h"
 #include "kvpool/transfer/peer_match.h"
 #include "kvpool/views/remote_view.h"
+#include "kvpool/views/view_messages.h"
 #include "sim_process.h"
 
 namespace kvpool::testing {
@@ -92,6 +93,13 @@ class SimWorld {
     std::shared_ptr<PeerMatch> match;
     Token prompt = 0;
   };
+  // A call for attention at a peer.
+  struct Attending {
+    Peering* peering = nullptr;
+    std::int64_t deadline_ns = 0;
+    AttendBody asked;
+    std::vector<std::uint64_t> stamps;  // of the blocks; 0 as in a view
+  };
   // What it is reading of them through a mapping.
   struct Reading {
     Member* owner = nullptr;
@@ -108,11 +116,12 @@ class SimWorld {
     std::vector<Viewed> viewed;
     std::vector<std::unique_ptr<Reading>> readings;
     std::vector<Matched> matched;
+    std::map<std::uint64_t, Attending> attending;  // by number of the call
     std::int64_t slow_until_ns = 0;
     std::int64_t resumed_ns = 0;
   };
 
-  static constexpr std::uint32_t kLayers = 2;
+  static constexpr std::uint32_t kLayers = SimProcess::kLayers;
   static constexpr Token kPrompts = 10;
   static constexpr std::size_t kPromptPages = 8;
   static constexpr std::size_t kJobsMax = 10;  // of one member
@@ -156,6 +165,11 @@ class SimWorld {
   void check_views(Member& member);
   void end_views(Member& member);
 
+  // sim_attends.cpp: what they have computed over blocks where they lie
+  void attend(Member& member);
+  void conclude(Member& member, std::uint64_t serial, const Message* answer, const Error* error);
+  Bytes answer_to(Member& member, const Attending& call);
+
   // sim_matches.cpp: what they ask for by its tokens
   void match_at(Member& member);
   void fetch_prompt(Member& member);
@@ -193,6 +207,8 @@ class SimWorld {
   std::int64_t end_ns_ = 0;
   bool one_sided_ = true;
   bool placed_ = true;
+  bool attendable_ = true;
+  std::unique_ptr<Pool> reference_;  // for answers to calls for attention
   struct Sent {
     std::vector<std::uint64_t> stamps;
     bool named;

@@ -15,7 +15,7 @@ namespace kvpool {
 struct LentAttends::Job {
   Job(LentAttends& attends, std::uint64_t of, CallPointer asked_by, AttendBody&& asked, AttendRequest&& asks)
       : lent(attends), peer(of), call(std::move(asked_by)), body(std::move(asked)), request(std::move(asks)) {
-    stop.until_ns = call->deadline_ns();
+    stop.until_ns = lent.stops_at_ns(*call);
     stop.also_asked = &lent.attender_.stopping();
     for (const AttendBody::Item& item : body.items) query_tokens += item.query_tokens;
   }
@@ -76,7 +76,7 @@ void LentAttends::start(std::uint64_t peer, const CallPointer& call, AttendBody&
     if (const auto one = weak.lock()) one->stop.asked.store(true, std::memory_order_relaxed);
   });
   const Priority priority = job->body.priority;
-  calls_.run(peer, priority, [this, job = std::move(job)] { carry_out(*job); });
+  run_later(peer, priority, [this, job = std::move(job)] { carry_out(*job); });
 }
 
 void LentAttends::carry_out(Job& job) noexcept {

@@ -9,6 +9,7 @@
 #include <memory>
 #include <mutex>
 #include <unordered_map>
+#include <utility>
 
 #include "kvpool/exec/executor.h"
 #include "kvpool/sequences/attend_task.h"
@@ -26,6 +27,7 @@ class LentAttends {
   // these outlive it.
   LentAttends(Pool& pool, Attender& attender, Executor& executor, std::uint32_t most)
       : pool_(pool), attender_(attender), most_(most), calls_(executor, {1, kAtOnce}) {}
+  virtual ~LentAttends() = default;
   LentAttends(const LentAttends&) = delete;
   LentAttends& operator=(const LentAttends&) = delete;
 
@@ -38,6 +40,14 @@ class LentAttends {
   const std::atomic<bool>& stopping() const noexcept;
   // Returns when all have ended. Idempotent.
   void stop() noexcept { calls_.stop(); }
+
+ protected:
+  // In a thread that may compute. Throws std::bad_alloc: then it does not run.
+  virtual void run_later(std::uint64_t peer, Priority priority, Task work) {
+    calls_.run(peer, priority, std::move(work));
+  }
+  // When a call's computation stops, by CLOCK_MONOTONIC.
+  virtual std::int64_t stops_at_ns(const ServedCall& call) const noexcept { return call.deadline_ns(); }
 
  private:
   static constexpr int kAtOnce = 2;  // they share the threads of the pool's attention
