@@ -8,6 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from bench.revision import revision
 from kvpool import _core
 
 _PACKAGES = ("numpy", "torch", "matplotlib")
@@ -23,6 +24,7 @@ def describe() -> dict[str, Any]:
         "kernel": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "kvpool": _core.__version__,
+        "commit": revision(),
         "compiler": _core.build_info().get("compiler", ""),
         **{name: version for name in _PACKAGES if (version := _version(name))},
     }
@@ -32,6 +34,7 @@ def one_line(machine: dict[str, Any]) -> str:
     return (
         f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, {machine['kernel']}, "
         f"Python {machine['python']}, kvpool {machine['kvpool']}"
+        + (f", commit {machine['commit']}" if machine["commit"] else "")
     )
 
 
