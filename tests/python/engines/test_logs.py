@@ -93,3 +93,22 @@ def test_an_engine_that_logs_nowhere_makes_nothing_of_it(loggers, root):
     loggers.engine.handlers = [loggers.kept]  # it says later where
     loggers.log_as()
     assert loggers.told() == ["something"]
+
+
+def test_an_application_that_configures_logging_later_reads_each_message_once(loggers, root):
+    root.clear()
+    loggers.log_as()
+    everything = Kept()
+    root.append(everything)
+    assert loggers.told() == []
+    assert everything.messages == ["something"]
+    root.clear()
+    assert loggers.told() == ["something"]
+
+
+def test_a_handler_of_the_engine_keeps_its_own_level(loggers, root):
+    root.clear()
+    loggers.kept.setLevel(logging.ERROR)
+    loggers.log_as()
+    assert loggers.told(logging.WARNING) == []
+    assert loggers.told(logging.ERROR) == ["something"]
