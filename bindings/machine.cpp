@@ -10,6 +10,7 @@
 #include "kvpool/arena/arena.h"
 #include "kvpool/cuda/copy_bounds.h"
 #include "kvpool/cuda/kernels.h"
+#include "kvpool/routes/nccl/nccl_cost.h"
 #include "kvpool/routes/ucx/ucx.h"
 
 namespace kvpool::bindings {
@@ -44,6 +45,13 @@ void bind_machine(py::module_& module) {
       },
       py::arg("gpu"),
       "Mean length of pieces up to which kernels copy: out of this GPU, into it, within it. None: not measured.");
+  module.def(
+      "nccl_cost",
+      [](int gpu) {
+        const NcclCost cost = nccl_cost(gpu);
+        return std::tuple(cost.communicators, cost.library_bytes, cost.staging_bytes);
+      },
+      py::arg("gpu"), "What NCCL takes of this GPU's memory in this process: communicators, NCCL's bytes, kvpool's.");
   module.def("describe_ucx", &describe_ucx, py::arg("where"), py::call_guard<GilReleased>(),
              "Opens the UCX there: its version, and the file. Raises Unsupported.");
   module.def("probe_ucx_lanes", &probe_ucx_lanes, py::arg("where"), py::call_guard<GilReleased>(),

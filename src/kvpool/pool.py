@@ -281,7 +281,7 @@ class Pool(NetworkedPool):
 
     def stats(self) -> PoolStats:
         """The state of every block and the counters, at one moment."""
-        return stats_of(self._stats(), _core.kernel_piece_bytes(self._gpu))
+        return stats_of(self._stats(), self._gpu)
 
     def audit(self) -> PoolStats:
         """Checks every invariant of the allocator and the index, and returns the stats.
@@ -289,7 +289,7 @@ class Pool(NetworkedPool):
         Visits every block and node. Raises AuditError when an invariant is broken: a bug in kvpool, or overwritten
         memory.
         """
-        return stats_of(self._audit(), _core.kernel_piece_bytes(self._gpu))
+        return stats_of(self._audit(), self._gpu)
 
     def suspend(self, *, keep: bool = True, timeout: float | None = None, stream: Any = None) -> int:
         """Gives HBM back to the engine until `resume`: for an engine that sleeps, and unmaps its memory. Thread-safe.

@@ -2,7 +2,7 @@
 
 from kvpool._core import KVTensor, SwappedIn
 from kvpool.alloc.block_numbers import block_ids
-from kvpool.alloc.stats import ArenaInfo, MediumStats, PoolStats
+from kvpool.alloc.stats import ArenaInfo, MediumStats, NcclCost, PoolStats
 from kvpool.alloc.swap import BlockCopy, SwapIn, SwapOut
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "BlockCopy",
     "KVTensor",
     "MediumStats",
+    "NcclCost",
     "PoolStats",
     "SwapIn",
     "SwapOut",

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, cast
 
-__all__ = ["ArenaInfo", "MediumStats", "PoolStats", "stats_of"]
+from kvpool import _core
+
+__all__ = ["ArenaInfo", "MediumStats", "NcclCost", "PoolStats", "stats_of"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,22 @@ class MediumStats:
 
 
 @dataclass(frozen=True)
+class NcclCost:
+    """What NCCL takes of a GPU's memory in this process, for all its pools together.
+
+    Attributes:
+        communicators: Two for each peer that was sent to and has sent.
+        library_bytes: By how much the GPU's free memory fell while these were made and first used. This is about what
+            NCCL has taken: what others allocate or free meanwhile counts, too.
+        staging_bytes: Buffers of kvpool's passes (setting ``nccl_pass_bytes``), in use or kept for the next one.
+    """
+
+    communicators: int
+    library_bytes: int
+    staging_bytes: int
+
+
+@dataclass(frozen=True)
 class PoolStats:
     """The state of a pool, and its counters since it was created.
 
@@ -75,6 +93,7 @@ class PoolStats:
             adopted memory and without a GPU. With kernels also memory for the descriptions of long copies.
         kernel_piece_bytes: Up to this mean length of pieces kernels copy, above it the copy engines: out of the pool's
             GPU, into it, and within it. Measured when the first pool on the GPU is created; None if not measured.
+        nccl: What the route "nccl" takes of the pool's GPU; None without a GPU.
     """
 
     hbm: MediumStats
@@ -98,6 +117,7 @@ class PoolStats:
     metadata_bytes: int
     device_bytes: int
     kernel_piece_bytes: tuple[int, int, int] | None
+    nccl: NcclCost | None
 
     @property
     def hit_ratio(self) -> float:
@@ -126,9 +146,10 @@ class ArenaInfo:
     device: str
 
 
-def stats_of(raw: dict[str, Any], kernel_piece_bytes: tuple[int, int, int] | None) -> PoolStats:
-    """Makes PoolStats from the core's counters and the measurements of the pool's GPU."""
+def stats_of(raw: dict[str, Any], gpu: int) -> PoolStats:
+    """Makes PoolStats from the core's counters, and of what is known of the pool's GPU; -1: none."""
     fields = dict(raw)
     hbm = MediumStats(**cast("dict[str, int]", fields.pop("hbm")))
     dram = MediumStats(**cast("dict[str, int]", fields.pop("dram")))
-    return PoolStats(hbm=hbm, dram=dram, kernel_piece_bytes=kernel_piece_bytes, **fields)
+    nccl = NcclCost(*_core.nccl_cost(gpu)) if gpu >= 0 else None
+    return PoolStats(hbm=hbm, dram=dram, kernel_piece_bytes=_core.kernel_piece_bytes(gpu), nccl=nccl, **fields)

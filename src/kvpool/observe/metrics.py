@@ -252,6 +252,12 @@ def _add_stats(families: _Families, pool_name: str, stats: PoolStats) -> None:
     for medium, tokens in cached.items():
         text = "Of these, the tokens that were cached, by the medium of their blocks."
         families.counter("kvpool_match_cached_tokens", text, [pool_name, medium], tokens, "medium")
+    if stats.nccl is not None:
+        text = "Communicators of NCCL on the pool's GPU, of all pools of the process."
+        families.gauge("kvpool_nccl_communicators", text, [pool_name], stats.nccl.communicators)
+        for use, taken in {"library": stats.nccl.library_bytes, "staging": stats.nccl.staging_bytes}.items():
+            text = "Memory of the pool's GPU that NCCL (about) and the passes of its route take in this process."
+            families.gauge("kvpool_nccl_bytes", text, [pool_name, use], taken, "use")
 
 
 def _add_membership(families: _Families, pool_name: str, pool: Pool) -> None:

@@ -44,6 +44,7 @@ struct Comm {
   std::atomic<int> state{kInProgress};
   std::atomic<int> polls{0};
   std::thread joining;
+  std::vector<unsigned long long> buffers;  // of NCCL's own, on the GPU
   ~Comm() {
     if (fd >= 0) close(fd);
   }
@@ -78,8 +79,8 @@ struct State {
 };
 
 std::map<std::string, int> default_settings() {
-  return {{"version", 22809}, {"join", 1},   {"stall", 0},      {"break_in", 0},
-          {"polls", 0},       {"linger", 0}, {"hold_abort", 0}, {"loads_lazily", 1}};
+  return {{"version", 22809}, {"join", 1},       {"stall", 0},        {"break_in", 0},  {"polls", 0},
+          {"linger", 0},      {"hold_abort", 0}, {"loads_lazily", 1}, {"buffer_kib", 0}};
 }
 
 // Never destroyed: streams may outlive static objects.
@@ -273,6 +274,19 @@ void pass(const Message& message) {
   *message.at = std::byte{0xee};
 }
 
+// NCCL makes some buffers when a communicator is made, and others for its first message.
+int make_buffer(Comm& comm) {
+  const int kib = setting("buffer_kib");
+  if (kib == 0) return kSuccess;
+  unsigned long long address = 0;
+  const auto bytes = static_cast<std::size_t>(kib) << 10;
+  if (of_driver<int(unsigned long long*, std::size_t)>("cuMemAlloc_v2")(&address, bytes) != 0) {
+    return kUnhandledCudaError;
+  }
+  comm.buffers.push_back(address);
+  return kSuccess;
+}
+
 int launch(const std::vector<Op>& ops) {
   using Host = void*(int device, unsigned long long address, std::size_t bytes);
   using Launch = int(void* stream, void (*function)(void*), void* argument);
@@ -281,6 +295,7 @@ int launch(const std::vector<Op>& ops) {
   for (const Op& op : ops) {
     const auto comm = comm_of(op.comm);
     if (comm == nullptr || comm->state != kSuccess || op.bytes == 0) return kInvalidArgument;
+    if (comm->buffers.size() == 1 && make_buffer(*comm) != kSuccess) return kUnhandledCudaError;
     auto* at = static_cast<std::byte*>(host(comm->device, op.address, op.bytes));
     if (at == nullptr) return kInvalidArgument;
     auto message = std::make_unique<Message>(Message{comm, op.sends, at, op.bytes});
@@ -351,6 +366,7 @@ int ncclCommInitRankConfig(void** handle, int ranks, UniqueId id, int rank, Conf
   auto comm = std::make_shared<Comm>();
   comm->rank = rank;
   comm->device = device;
+  if (const int code = make_buffer(*comm); code != kSuccess) return code;
   const std::lock_guard lock(state().mutex);
   int listener = -1;
   if (rank == 0) {
@@ -390,6 +406,7 @@ int ncclCommAbort(void* handle) {
   while (setting("hold_abort") != 0) nap();
   comm->aborted = true;
   comm->joining.join();
+  for (const unsigned long long buffer : comm->buffers) of_driver<int(unsigned long long)>("cuMemFree_v2")(buffer);
   return kSuccess;
 }
 

@@ -39,8 +39,14 @@ with small_pool(device="cuda:1", device_memory="plain") as pool:
 with small_pool(device="cuda:1") as pool:
     assert pool.stats().device_bytes == pool.arena(HBM).mapped_bytes == 2 << 20 == fake_counts("bytes")
     assert pool.stats().kernel_piece_bytes is None  # no kernels run here, so nothing is measured
+    assert pool.stats().nccl == kvpool.alloc.NcclCost(communicators=0, library_bytes=0, staging_bytes=0)
+    from kvpool.observe.metrics import PoolCollector
+    families = {family.name: family for family in PoolCollector(pool).collect()}
+    assert [one.value for one in families["kvpool_nccl_communicators"].samples] == [0]
+    assert [one.labels["use"] for one in families["kvpool_nccl_bytes"].samples] == ["library", "staging"]
 with small_pool() as pool:
     assert pool.stats().device_bytes == 0
+    assert pool.stats().nccl is None
 assert left() == ""
 """)
 

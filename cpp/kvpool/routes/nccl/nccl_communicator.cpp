@@ -4,6 +4,7 @@
 #include <chrono>
 #include <climits>
 #include <thread>
+#include <utility>
 
 #include "kvpool/base/clock.h"
 #include "kvpool/net/reactor.h"
@@ -40,14 +41,16 @@ void nccl_wait(const std::function<bool()>& done, const NcclCheck& check) {
   }
 }
 
-NcclCommunicator::NcclCommunicator(const NcclLibrary& library, const NcclId& id, NcclWay way, int thread_blocks_max,
-                                   const NcclCheck& check)
-    : library_(library), way_(way) {
-  NcclConfig config = without_blocking(thread_blocks_max);
-  const NcclResult begun = library_.comm_init_rank_config(&comm_, 2, id, static_cast<int>(way), &config);
+NcclCommunicator::NcclCommunicator(const CudaContext& context, const NcclLibrary& library, const NcclId& id,
+                                   NcclWay way, int thread_blocks_max, const NcclCheck& check)
+    : library_(library), way_(way), cost_(context) {
   try {
-    library_.require(begun, "ncclCommInitRankConfig", comm_);
-    await_result("ncclCommInitRankConfig", check);
+    cost_.measure([&] {
+      NcclConfig config = without_blocking(thread_blocks_max);
+      const NcclResult begun = library_.comm_init_rank_config(&comm_, 2, id, static_cast<int>(way), &config);
+      library_.require(begun, "ncclCommInitRankConfig", comm_);
+      await_result("ncclCommInitRankConfig", check);
+    });
   } catch (...) {
     if (comm_ != nullptr) library_.comm_abort(comm_);
     throw;
@@ -77,7 +80,13 @@ void NcclCommunicator::await_result(const char* call, const NcclCheck& check) co
   library_.require(now, call, comm_);
 }
 
+// NCCL makes some of its buffers when two ranks first meet in a message.
 void NcclCommunicator::pass(std::span<const Piece> pieces, CuStream stream, const NcclCheck& check) {
+  if (std::exchange(passed_, true)) return put_group(pieces, stream, check);
+  cost_.measure([&] { put_group(pieces, stream, check); });
+}
+
+void NcclCommunicator::put_group(std::span<const Piece> pieces, CuStream stream, const NcclCheck& check) const {
   const bool sends = way_ == NcclWay::kSend;
   const int peer = 1 - static_cast<int>(way_);
   library_.require(library_.group_start(), "ncclGroupStart", comm_);

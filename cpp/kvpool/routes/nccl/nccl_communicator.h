@@ -10,6 +10,7 @@
 #include <span>
 
 #include "kvpool/cuda/context.h"
+#include "kvpool/routes/nccl/nccl_cost.h"
 #include "kvpool/routes/nccl/nccl_library.h"
 
 namespace kvpool {
@@ -27,8 +28,8 @@ class NcclCommunicator {
  public:
   // Returns when both ranks have joined. `thread_blocks_max`: how many thread blocks it may use on the GPU; 0:
   // NCCL decides. Throws what `check` throws, and NCCL's errors: see NcclLibrary::error_of. Leaves nothing behind.
-  NcclCommunicator(const NcclLibrary& library, const NcclId& id, NcclWay way, int thread_blocks_max,
-                   const NcclCheck& check);
+  NcclCommunicator(const CudaContext& context, const NcclLibrary& library, const NcclId& id, NcclWay way,
+                   int thread_blocks_max, const NcclCheck& check);
   // Aborts: its work in a stream ends soon, even if the peer does nothing.
   ~NcclCommunicator();
   NcclCommunicator(const NcclCommunicator&) = delete;
@@ -47,10 +48,13 @@ class NcclCommunicator {
  private:
   NcclResult state() const;
   void await_result(const char* call, const NcclCheck& check) const;
+  void put_group(std::span<const Piece> pieces, CuStream stream, const NcclCheck& check) const;
 
   const NcclLibrary& library_;
   const NcclWay way_;
   NcclComm comm_ = nullptr;
+  CommunicatorCost cost_;
+  bool passed_ = false;
 };
 
 }  // namespace kvpool

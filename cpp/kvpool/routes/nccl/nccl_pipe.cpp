@@ -86,8 +86,8 @@ void NcclPipe::open(const NcclId& id, std::uint64_t pass_bytes, const NcclCheck&
     staging_.reset();
     staging_ = std::make_unique<NcclStaging>(memory_.context, static_cast<std::size_t>(pass_bytes));
   }
-  communicator_ =
-      std::make_unique<NcclCommunicator>(*memory_.library, id, way_, memory_.limits.thread_blocks_max, check);
+  communicator_ = std::make_unique<NcclCommunicator>(*memory_.context, *memory_.library, id, way_,
+                                                     memory_.limits.thread_blocks_max, check);
 }
 
 void NcclPipe::shut() noexcept {

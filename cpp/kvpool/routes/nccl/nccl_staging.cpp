@@ -9,6 +9,7 @@
 
 #include "kvpool/base/error.h"
 #include "kvpool/cuda/wait_word.h"
+#include "kvpool/routes/nccl/nccl_cost.h"
 
 namespace kvpool {
 namespace {
@@ -26,6 +27,7 @@ CuPointer allocate(const CudaContext& context, std::size_t bytes) {
                     " bytes (the sender's setting nccl_pass_bytes)",
                 {{"needed_bytes", static_cast<std::int64_t>(bytes)}});
   }
+  add_nccl_staging(context, bytes);
   return base;
 }
 
@@ -91,7 +93,10 @@ class NcclShelf {
   // Under the lock: a pass that is to begin waits for what the GPU does, which no pass is a part of.
   void empty(const CudaContext& context) noexcept {
     if (passes_ > 0 || kept_.empty() || words_unset(context)) return;
-    for (const Kept& one : kept_) context.driver().mem_free(one.base);
+    for (const Kept& one : kept_) {
+      context.driver().mem_free(one.base);
+      remove_nccl_staging(context, one.bytes);
+    }
     kept_.clear();
   }
 
