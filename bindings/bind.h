@@ -35,6 +35,9 @@ void bind_reshard(pybind11::module_& module);
 void bind_space(pybind11::module_& module);       // before bind_pool
 void show_signatures(pybind11::module_& module);  // after all of them
 
+// Puts fast methods of the pool in the places of those of pybind11, with their docstrings. After show_signatures().
+void install_fast_methods(pybind11::module_& module);
+
 // Methods of the pool that cache prompts. bind_pool calls it.
 void bind_prompts(PoolClass& pool);
 

@@ -20,4 +20,5 @@ PYBIND11_MODULE(_core, module) {
   kvpool::bindings::bind_keyed_cache(module);
   kvpool::bindings::bind_reshard(module);
   kvpool::bindings::show_signatures(module);
+  kvpool::bindings::install_fast_methods(module);
 }

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "bind.h"
+#include "fast_method.h"
 #include "kvpool/net/frame.h"
 #include "node.h"
 #include "service.h"
@@ -229,6 +230,7 @@ void bind_transfer(py::module_& module, PoolClass& pool) {
   const auto stream = py::arg("stream") = py::none();
   const auto layerwise = py::arg("layerwise") = false;
   const auto timeout = py::arg("timeout") = py::none();
+  const auto name_space = py::arg("namespace") = "";
   pool.def("transfer", &transfer, py::arg("peer"), py::arg("addrs"), py::kw_only(), to, medium, evict, private_bytes,
            strategy, priority, route, checksum, stream, layerwise, timeout, R"(Sends blocks to a peer.
 
@@ -269,8 +271,8 @@ Raises:
         is filling blocks of this prompt (``filled=False``), or forgot meanwhile what was cached of it. Try again later.
     ArgumentError: A wrong value; nothing was sent.)")
       .def("transfer_with_insert", &transfer_with_insert, py::arg("peer"), py::arg("tokens"), py::arg("addrs"),
-           py::kw_only(), py::arg("namespace") = "", to, medium, evict, private_bytes, strategy, priority, route,
-           checksum, stream, layerwise, timeout, R"(Sends a prompt's blocks to a peer, which caches them.
+           py::kw_only(), name_space, to, medium, evict, private_bytes, strategy, priority, route, checksum, stream,
+           layerwise, timeout, R"(Sends a prompt's blocks to a peer, which caches them.
 
 A prefix of the prompt that the receiver has cached is not sent: ``stats.skipped_blocks``. ``addrs`` of the handle are
 the canonical addresses at the receiver.
@@ -323,8 +325,8 @@ Returns:
 Raises:
     As transfer. The handle raises StaleAddress for a block that has left its address at the owner, Unsupported if the
     owner has no such route, and ProtocolError if the checksums differ.)")
-      .def("fetch_with_insert", &fetch_with_insert, py::arg("peer"), py::arg("tokens"), py::kw_only(),
-           py::arg("namespace") = "", medium, evict, priority, timeout,
+      .def("fetch_with_insert", &fetch_with_insert, py::arg("peer"), py::arg("tokens"), py::kw_only(), name_space,
+           medium, evict, priority, timeout,
            R"(Brings what a peer has cached of a prompt here, and caches it: the mirror of transfer_with_insert.
 
 The peer is asked which blocks of the prompt it has. Those that this pool has cached already are not sent
@@ -347,6 +349,15 @@ Returns:
 
 Raises:
     As transfer. The handle raises OutOfBlocks when there is no room here, and StateError when HBM is the engine's.)");
+  make_fast<&transfer>(
+      "transfer", {"peer", "addrs"},
+      {to, medium, evict, private_bytes, strategy, priority, route, checksum, stream, layerwise, timeout});
+  make_fast<&transfer_with_insert>(
+      "transfer_with_insert", {"peer", "tokens", "addrs"},
+      {name_space, to, medium, evict, private_bytes, strategy, priority, route, checksum, stream, layerwise, timeout});
+  make_fast<&fetch>("fetch", {"peer", "addrs"}, {to, medium, evict, priority, route, checksum, timeout});
+  make_fast<&fetch_with_insert>("fetch_with_insert", {"peer", "tokens"},
+                                {name_space, medium, evict, priority, timeout});
 }
 
 }  // namespace kvpool::bindings
