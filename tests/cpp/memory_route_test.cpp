@@ -137,7 +137,7 @@ TEST_CASE("a route keeps its resources alive, and reports which media it reaches
   CHECK(route->reaches(Medium::kDram));
   CHECK_FALSE(route->reaches(Medium::kHbm));
   const MediaSet dram = media_set_of(Medium::kDram);
-  CHECK(route->estimate_us(dram, dram, 1, 4096) < route->estimate_us(dram, dram, 1000, 4'096'000));
+  CHECK(route->estimate_us(dram, dram, 1, 4096, 0) < route->estimate_us(dram, dram, 1000, 4'096'000, 0));
   std::shared_ptr<const MediaSpans> readable = route->readable();
   REQUIRE(readable != nullptr);
   CHECK((*readable)[Medium::kDram].blocks == 4);

@@ -151,7 +151,8 @@ TEST_CASE("a write reports its end once, even if the handler throws") {
   struct Broken final : Route {
     const char* name() const noexcept override { return "broken"; }
     RouteTraits traits() const noexcept override { return {}; }
-    double estimate_us(const MediaSet&, const MediaSet&, std::uint64_t, std::uint64_t) const noexcept override {
+    double estimate_us(const MediaSet&, const MediaSet&, std::uint64_t, std::uint64_t,
+                       std::int64_t) const noexcept override {
       return 1;
     }
     WriteOutcome write(const WriteRequest&) override {

@@ -144,7 +144,8 @@ class PricedRoute final : public Route {
   const char* name() const noexcept override { return name_; }
   RouteTraits traits() const noexcept override { return {}; }
   bool suits(const MediaSet&, const MediaSet&) const noexcept override { return suits_; }
-  double estimate_us(const MediaSet&, const MediaSet&, std::uint64_t, std::uint64_t) const noexcept override {
+  double estimate_us(const MediaSet&, const MediaSet&, std::uint64_t, std::uint64_t,
+                     std::int64_t) const noexcept override {
     return us_;
   }
   WriteOutcome write(const WriteRequest&) override {
@@ -222,7 +223,8 @@ TEST_CASE("an odd answer of the CUDA driver does not rule out a route for good; 
   struct Odd final : Route {
     const char* name() const noexcept override { return "odd"; }
     RouteTraits traits() const noexcept override { return {}; }
-    double estimate_us(const MediaSet&, const MediaSet&, std::uint64_t, std::uint64_t) const noexcept override {
+    double estimate_us(const MediaSet&, const MediaSet&, std::uint64_t, std::uint64_t,
+                       std::int64_t) const noexcept override {
       return 1;
     }
     WriteOutcome write(const WriteRequest&) override { throw Error(why); }
@@ -259,7 +261,8 @@ TEST_CASE("a route that learns which media it cannot reach keeps its cost for th
     const char* name() const noexcept override { return "learning"; }
     RouteTraits traits() const noexcept override { return {}; }
     bool reaches(Medium medium) const noexcept override { return medium == Medium::kHbm || !refused_; }
-    double estimate_us(const MediaSet&, const MediaSet&, std::uint64_t, std::uint64_t) const noexcept override {
+    double estimate_us(const MediaSet&, const MediaSet&, std::uint64_t, std::uint64_t,
+                       std::int64_t) const noexcept override {
       return 1;
     }
     WriteOutcome write(const WriteRequest&) override {

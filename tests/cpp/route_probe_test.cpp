@@ -35,8 +35,8 @@ class ModelRoute final : public Route {
     return {.one_sided = true, .by_caller = true, .waits = false, .by_name = by_name};
   }
   bool is_ready(const MediaSet&, const MediaSet&) const noexcept override { return is_ready_now; }
-  double estimate_us(const MediaSet& from, const MediaSet& to, std::uint64_t pieces,
-                     std::uint64_t bytes) const noexcept override {
+  double estimate_us(const MediaSet& from, const MediaSet& to, std::uint64_t pieces, std::uint64_t bytes,
+                     std::int64_t /*now_ns*/) const noexcept override {
     return cost_.estimate_us(from, to, pieces, bytes, clock_.now_ns());
   }
   RouteCost* cost() noexcept override { return &cost_; }

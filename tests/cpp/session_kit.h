@@ -82,7 +82,8 @@ class ScriptRoute final : public Route {
   const char* name() const noexcept override { return "script"; }
   RouteTraits traits() const noexcept override { return {.one_sided = one_sided_, .by_caller = true, .waits = false}; }
   bool reaches(Medium medium) const noexcept override { return medium == Medium::kHbm || reaches_dram; }
-  double estimate_us(const MediaSet&, const MediaSet&, std::uint64_t, std::uint64_t) const noexcept override {
+  double estimate_us(const MediaSet&, const MediaSet&, std::uint64_t, std::uint64_t,
+                     std::int64_t) const noexcept override {
     return 1;
   }
   WriteOutcome write(const WriteRequest&) override { return {}; }

@@ -102,7 +102,7 @@ SimRoute::SimRoute(SimClock& clock, const SimFaults& faults, const SimWatch& wat
       link_(std::move(link)) {}
 
 double SimRoute::estimate_us(const MediaSet& /*from*/, const MediaSet& /*to*/, std::uint64_t pieces,
-                             std::uint64_t bytes) const noexcept {
+                             std::uint64_t bytes, std::int64_t /*now_ns*/) const noexcept {
   return one_sided_ ? static_cast<double>(pieces) : static_cast<double>(bytes);
 }
 

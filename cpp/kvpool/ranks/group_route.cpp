@@ -127,7 +127,7 @@ class GroupRoute final : public Route {
   }
   // The only route between two instances: the ranks choose among theirs.
   double estimate_us(const MediaSet& /*from*/, const MediaSet& /*to*/, std::uint64_t /*pieces*/,
-                     std::uint64_t /*bytes*/) const noexcept override {
+                     std::uint64_t /*bytes*/, std::int64_t /*now_ns*/) const noexcept override {
     return 0;
   }
 

@@ -77,9 +77,9 @@ class Route {
   virtual bool wants_other_thread() noexcept { return false; }
 
   // The estimated cost, in microseconds, of a write of this many pieces and bytes between these media: from
-  // measurements, and from this route's earlier writes.
-  virtual double estimate_us(const MediaSet& from, const MediaSet& to, std::uint64_t pieces,
-                             std::uint64_t bytes) const noexcept = 0;
+  // measurements, and from this route's earlier writes, as they count now.
+  virtual double estimate_us(const MediaSet& from, const MediaSet& to, std::uint64_t pieces, std::uint64_t bytes,
+                             std::int64_t now_ns) const noexcept = 0;
   // The cost model behind the estimate, for the code that measures it; null if it is not measured. Lives as long as the
   // route.
   virtual RouteCost* cost() noexcept { return nullptr; }

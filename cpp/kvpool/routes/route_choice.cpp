@@ -41,7 +41,7 @@ std::shared_ptr<Route> cheapest_route(std::span<const std::shared_ptr<Route>> ro
     const int rank = (suits ? 2 : 0) + (suits && route->ready(from, to) ? 1 : 0);
     if (rank < best_rank) continue;
     const double us =
-        routes.size() == 1 ? 0.0 : route->estimate_us(from, to, pieces, bytes) * route->health().factor(now_ns);
+        routes.size() == 1 ? 0.0 : route->estimate_us(from, to, pieces, bytes, now_ns) * route->health().factor(now_ns);
     if (us < best_us || rank != best_rank) {
       best_us = us;
       best = route;

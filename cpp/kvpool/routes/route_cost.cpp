@@ -38,7 +38,7 @@ std::size_t RouteCost::cell_of(std::uint64_t pieces, std::uint64_t bytes) noexce
 double RouteCost::faded(std::uint64_t word, std::uint32_t now_ms) noexcept {
   const double correction = std::bit_cast<float>(static_cast<std::uint32_t>(word >> 32));
   const auto age_ms = static_cast<std::int32_t>(now_ms - static_cast<std::uint32_t>(word));  // the clock may wrap
-  return correction * std::exp(-std::max(age_ms, 0) / kFadeMs);
+  return age_ms <= 0 ? correction : correction * std::exp(-age_ms / kFadeMs);
 }
 
 void RouteCost::correct(Cell& cell, double sample, std::uint32_t now_ms) noexcept {

@@ -87,9 +87,10 @@ void Outgoing::on_written(const WriteOutcome& outcome, const Error* error) {
   KVPOOL_DCHECK(phase_ == Phase::kWriting);
   stats_.calls += outcome.calls;
   stats_.bytes += outcome.bytes;
-  stats_.write_us += microseconds(session_->host().now_ns() - phase_ns_);
+  const std::int64_t now_ns = session_->host().now_ns();
+  stats_.write_us += microseconds(now_ns - phase_ns_);
+  phase_ns_ = now_ns;
   ++next_step_;
-  phase_ns_ = session_->host().now_ns();
   if (error != nullptr && !why_) why_ = *error;
   if (session_->lost() && !why_) why_ = Error(ErrorCode::kPeerLost, "peer " + request_.peer + " was lost");
   if (turn_.exchange(Turn::kEnded) != Turn::kGiving) advance(lock);

@@ -96,9 +96,9 @@ class CudaRoute final : public Route {
     const std::lock_guard lock(mutex_);
     return mapped_ == nullptr || mapped_->reach.is_ready(to);
   }
-  double estimate_us(const MediaSet& from, const MediaSet& to, std::uint64_t pieces,
-                     std::uint64_t bytes) const noexcept override {
-    return cost_.estimate_us(from, to, pieces, bytes, monotonic_ns());
+  double estimate_us(const MediaSet& from, const MediaSet& to, std::uint64_t pieces, std::uint64_t bytes,
+                     std::int64_t now_ns) const noexcept override {
+    return cost_.estimate_us(from, to, pieces, bytes, now_ns);
   }
   RouteCost* cost() noexcept override { return &cost_; }
 

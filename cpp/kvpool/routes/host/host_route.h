@@ -18,9 +18,9 @@ class HostRoute : public Route {
  public:
   bool reaches(Medium medium) const noexcept final { return peer_[medium].blocks > 0; }
   bool reads(Medium medium) const noexcept final { return local_[medium].blocks > 0; }
-  double estimate_us(const MediaSet& from, const MediaSet& to, std::uint64_t pieces,
-                     std::uint64_t bytes) const noexcept final {
-    return cost_.estimate_us(from, to, pieces, bytes, monotonic_ns());
+  double estimate_us(const MediaSet& from, const MediaSet& to, std::uint64_t pieces, std::uint64_t bytes,
+                     std::int64_t now_ns) const noexcept final {
+    return cost_.estimate_us(from, to, pieces, bytes, now_ns);
   }
   RouteCost* cost() noexcept final { return &cost_; }
   void close() noexcept final { closed_.store(true, std::memory_order_relaxed); }

@@ -89,9 +89,9 @@ class SockRoute final : public Route {
   const char* name() const noexcept override { return "sock"; }
   RouteTraits traits() const noexcept override { return {.one_sided = false, .by_caller = true, .waits = true}; }
   bool reaches(Medium) const noexcept override { return true; }
-  double estimate_us(const MediaSet& from, const MediaSet& to, std::uint64_t pieces,
-                     std::uint64_t bytes) const noexcept override {
-    return cost_.estimate_us(from, to, pieces, bytes, monotonic_ns());
+  double estimate_us(const MediaSet& from, const MediaSet& to, std::uint64_t pieces, std::uint64_t bytes,
+                     std::int64_t now_ns) const noexcept override {
+    return cost_.estimate_us(from, to, pieces, bytes, now_ns);
   }
   RouteCost* cost() noexcept override { return &cost_; }
   bool wants_other_thread() noexcept override { return link_->would_queue(); }
