@@ -9,6 +9,7 @@ from tools.planted_kit import Bug, in_python
 __all__ = ["REBALANCING_BUGS"]
 
 _LEASES: Final = ("python/control/test_rebalancing_leases.py",)
+_SEATS: Final = ("python/control/test_rebalancing_seats.py",)
 _TURNS: Final = ("python/policy/test_rebalancing_turns.py", "python/control/test_rebalancing.py", *_LEASES)
 _KILLED: Final = ("multiprocess/test_planner_kill.py",)
 _PLAN: Final = ("python/policy/test_rebalancing_plan.py",)
@@ -16,7 +17,7 @@ _EPOCHS: Final = ("python/control/test_rebalancing.py",)
 _ACCEPT: Final = "if plan.planner != planner or plan.number <= self.accepted:"
 _NEWEST: Final = "if any(plan.number < state.last for state in others):"
 _NEW_TERM: Final = "            term += 1 + (self._instance - term - 1) % _INSTANCES\n"
-_READ: Final = "if plan is not None and self._book.accept(plan, planner, [each.state for each in said.values()]):"
+_READ: Final = "if plan is not None and self.seat.accept(plan, planner, [each.state for each in said.values()]):"
 
 REBALANCING_BUGS: Final = (
     Bug(
@@ -98,10 +99,10 @@ REBALANCING_BUGS: Final = (
         )
         + in_python(
             "control/rebalancing/carrying.py",
-            "        finally:  # whatever has happened: another one is started for the next plan\n"
             "            with self._lock:\n"
-            "                self._threads.discard(threading.current_thread())\n",
-            "        finally:\n            pass\n",
+            "                self._threads.discard(threading.current_thread())\n"
+            "            raise\n",
+            "            raise\n",
         ),
         _EPOCHS,
         build="python",
@@ -136,8 +137,29 @@ REBALANCING_BUGS: Final = (
         "back-after-the-end",
         "control",
         "a step that outlives the end of a rebalancer publishes once more: all wait for plans that do not come",
-        in_python("control/rebalancing/epochs.py", "if fields != self._published and not self._left:", "if True:"),
+        in_python("control/rebalancing/seat.py", "fields != self._shared.published and not self.left:", "True:"),
         _LEASES,
+        build="python",
+    ),
+    Bug(
+        "taken-back-for-another",
+        "control",
+        "a rebalancer that is closed after a later one of its member began takes back what that one says",
+        in_python("control/rebalancing/seat.py", "            if not was_left:\n", "            if True:\n"),
+        _SEATS,
+        build="python",
+    ),
+    Bug(
+        "plans-of-two-rebalancers",
+        "control",
+        "a rebalancer that follows another one of its member carries out the plan again that this has carried out",
+        in_python("control/rebalancing/seat.py", "        return self._shared.book\n", "        return self._own\n")
+        + in_python(
+            "control/rebalancing/seat.py",
+            "        self._left = False\n",
+            "        self._left = False\n        self._own = PlanBook(registration.instance)\n",
+        ),
+        _SEATS,
         build="python",
     ),
     Bug(

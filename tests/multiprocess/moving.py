@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 from control.migration_kit import Place, prompt_of, reference
+from holding import Evicting, hold_behind, stop_within_a_block
 from victims import eventually
 
 __all__ = ["LENGTH", "PROMPT", "SLOW", "Hold", "Scene", "come_here", "send_there"]
@@ -12,13 +13,14 @@ __all__ = ["LENGTH", "PROMPT", "SLOW", "Hold", "Scene", "come_here", "send_there
 PROMPT, LENGTH = 41, 200
 SLOW = 50 * 4 * 4 * 2 * 2 * 2 * 4  # bytes a second: the first round of ten blocks takes a fifth of one, in pieces
 LONG_LEASE = 60.0
-HELD_HERE = {"admit": "admit", "handed": "adopt", "adopted": "adopted"}  # where the survivor is the destination
+# Calls of the engine at which the survivor is held up, where it is the destination.
+HELD_HERE = {"admit": "admit", "prefill": "prefill", "handed": "adopt", "adopted": "adopted"}
+HERE_AS_SOURCE = ("before the offer", "between rounds", "stop", "release")
 STEP_S = 0.02  # of a token: a request lasts for some seconds
 
 BEGIN = """
 from control.migration_kit import *
-from control.migration_kit import eventually
-from kit import prompt, store
+from holding import Evicting, hold_behind, stop_within_a_block
 
 class Telling:
     def put(self, *said):
@@ -43,32 +45,10 @@ def hold_at(phase, seconds, after=0):
 
     place.engine.before[phase] = hook
 
-def hold_behind(verb, seconds, **only):
-    '''When a call of the pool, by a migration, with these arguments has begun what it does.'''
-    call = getattr(place.pool, verb)
+def hold_behind_pool(verb, seconds, **only):
+    hold_behind(place.pool, verb, lambda: hold(seconds), **only)
 
-    def held(*args, **named):
-        found = call(*args, **named)
-        if threading.current_thread().name == "kvpool-migration" and only.items() <= named.items():
-            delattr(place.pool, verb)
-            hold(seconds)
-        return found
-
-    setattr(place.pool, verb, held)
-
-evicting = threading.Event()
-
-def evict():
-    number = 0
-    while evicting.is_set():
-        number += 1
-        store(place.pool, prompt(6, number), evict=True)
-
-def begin_to_evict():
-    evicting.set()
-    threading.Thread(target=evict, daemon=True).start()
-    eventually(lambda: place.pool.stats().hbm.free < 6)
-
+evicting = Evicting(place.pool)
 place.engine.run(step_s)
 place.pool.peers.connect(where)
 place.address
@@ -81,6 +61,7 @@ class Scene:
     def __init__(self, nursery, lease=LONG_LEASE, where=None, settings=None, step_s=STEP_S, **options):
         self.settings, self.step_s = settings or {}, step_s
         self.here = Place("survivor", self, settings={"lease_s": lease} | self.settings, **options)
+        self.evicting = Evicting(self.here.pool)
         self.where = where(self.here.pool) if where else self.here.address
         self.nursery, self.lease = nursery, lease
         self.victims = []
@@ -119,12 +100,13 @@ class Scene:
 
     def check_here(self):
         """It decodes here, with the tokens of a run without migration, and everything is freed."""
+        self.evicting.end()
         assert self.here.engine.finish("r") == self.expected
         eventually(lambda: self.here.migrations.arriving() == ())
         self.here.check_empty()
 
     def check_there(self):
-        self.ask("evicting.clear()\nplace.engine.end()\nNone")
+        self.ask("evicting.end()\nplace.engine.end()\nNone")
         assert self.ask("len(place.engine.requests['r'].tokens)") < LENGTH
         assert self.ask("place.engine.finish('r')") == self.expected
         eventually(lambda: self.ask("list(place.migrations.arriving())") == [])
@@ -138,6 +120,7 @@ class Scene:
     def close(self):
         for victim in self.victims:
             victim.close()
+        self.evicting.end()
         self.here.close()
 
 
@@ -156,71 +139,79 @@ class Hold:
         self._go.set()
 
 
-def send_there(scene, phase, by, seconds=30.0):
+def send_there(scene, phase, by, seconds=30.0, evicting=False):
     """Begins to migrate to the victim. What lets this process go on, when both are at the phase."""
     hold, here = Hold(), scene.here
+    if evicting:
+        scene.ask("evicting.begin()\nNone")
+    if phase == "last blocks":
+        stop_within_a_block(here.engine)
     if phase == "before the offer":
         hold_before(here.migrations._mailbox, "begin", hold)
     elif phase == "between rounds":
         calls = []
         here.engine.before["progress"] = lambda _: (calls.append(1), len(calls) == 2 and hold())
-    elif phase == "stop":
-        here.engine.before["stop"] = hold
+    elif phase in HERE_AS_SOURCE:
+        here.engine.before[phase] = hold
     elif phase in ("fetching", "last blocks"):
         priority = "background" if phase == "fetching" else "decode"
-        scene.ask(f"hold_behind('fetch', {seconds}, priority={priority!r})\nNone")
-    elif phase == "evicting":
-        scene.ask(f"begin_to_evict()\nhold_behind('alloc', {seconds})\nNone")
-    else:
+        scene.ask(f"hold_behind_pool('fetch', {seconds}, priority={priority!r})\nNone")
+    elif phase == "alloc":
+        scene.ask(f"hold_behind_pool('alloc', {seconds})\nNone")
+    elif phase != "released":
         scene.ask(f"hold_at({phase!r}, {seconds})\nNone")
     here.engine.begin("r", scene.prompt, LENGTH)
     here.engine.run(STEP_S)
     moving = here.migrations.migrate("r", "victim", by=by)
-    if phase in ("before the offer", "between rounds", "stop"):
+    if phase == "released":
+        moving.wait(30)
+    elif phase in HERE_AS_SOURCE:
         eventually(hold.reached.is_set)
     else:
         scene.await_phase()
     return moving, hold.go
 
 
-def come_here(scene, phase, seconds=30.0):
+def come_here(scene, phase, seconds=30.0, evicting=False):
     """The victim migrates its request to here. What lets this process go on, when both are at the phase."""
     hold, here = Hold(), scene.here
+    if evicting:
+        scene.evicting.begin()
+    if phase == "last blocks":
+        scene.ask("stop_within_a_block(place.engine)\nNone")
     if phase == "before the offer":
         scene.ask(f"hold_at('progress', {seconds})\nNone")
     elif phase == "between rounds":
         scene.ask(f"hold_at('progress', {seconds}, 1)\nNone")
-    elif phase in ("fetching", "last blocks"):
-        fetch, urgent = here.pool.fetch, phase == "last blocks"
-
-        def fetch_later(*args, priority, **named):
-            if urgent and priority == "decode":
-                hold()
-            found = fetch(*args, priority=priority, **named)
-            if not urgent:
-                hold()
-            return found
-
-        here.pool.fetch = fetch_later
+    elif phase == "fetching":
+        hold_behind(here.pool, "fetch", hold, priority="background")
+    elif phase == "last blocks":
+        hold_before(here.pool, "fetch", hold, priority="decode")
+    elif phase == "alloc":
+        hold_behind(here.pool, "alloc", hold)
     elif phase in HELD_HERE:
         here.engine.before[HELD_HERE[phase]] = hold
-    else:
+    elif phase != "released":
         scene.ask(f"hold_at({phase!r}, {seconds})\nNone")
+    by = "tokens" if phase == "prefill" else "kv"
     scene.ask(f"place.engine.begin('r', prompt_of(1, {PROMPT}), {LENGTH})\nNone")
-    scene.victim.send("moving = place.migrations.migrate('r', 'survivor', by='kv')\n'begun'")
-    if phase in ("fetching", "last blocks", *HELD_HERE):
+    scene.victim.send(f"moving = place.migrations.migrate('r', 'survivor', by={by!r})\n'begun'")
+    if phase == "released":
+        assert scene.ask("moving.wait(30)\nmoving.state") == "there"
+    elif phase in ("alloc", "fetching", "last blocks", *HELD_HERE):
         eventually(hold.reached.is_set)
     else:
         scene.await_phase()
     return hold.go
 
 
-def hold_before(owner, verb, hold):
-    """A call is held up before it does anything."""
+def hold_before(owner, verb, hold, **only):
+    """A call with these arguments is held up before it does anything."""
     call = getattr(owner, verb)
 
     def held(*args, **named):
-        hold()
+        if only.items() <= named.items():
+            hold()
         return call(*args, **named)
 
     setattr(owner, verb, held)

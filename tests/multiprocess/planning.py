@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from control.migration_kit import ToyEngine, prompt_of, reference
+from holding import Evicting
 from kit import BLOCK, small_pool
-from transfer.kit import eventually
+from transfer.kit import SECRET, eventually
 
 import kvpool
 from kvpool.control.migration import Migrations, Timing
@@ -150,8 +151,10 @@ class Member:
         Planning.pause, Planning.notes, Planning.name = self.pause, self.notes, name
         self.stack = contextlib.ExitStack()
         self.cluster = self.stack.enter_context(kvpool.Cluster.join(url, lease=lease, heartbeat=0.05))
-        self.pool = self.stack.enter_context(small_pool(BLOCKS, 0, name=name, lease_s=lease))
+        secret = {} if self.cluster.secret else {"secret": SECRET}  # etcd keeps none
+        self.pool = self.stack.enter_context(small_pool(BLOCKS, 0, name=name, lease_s=lease, **secret))
         self.pool.attach(self.cluster, name=name)
+        self.evicting = Evicting(self.pool)
         self.engine = Engine(self.pool, self.notes, name)
         timing = Timing(repeat_s=0.05, silence_s=5.0, stop_s=5.0)
         self.migrations = Migrations(self.pool, self.engine, cluster=self.cluster, timing=timing)
@@ -164,6 +167,7 @@ class Member:
         )  # fmt: skip
         self._note_plans()
         self.stack.callback(self.engine.end)
+        self.stack.callback(self.evicting.end)
         self.engine.run(0.02)
 
     def begin(self) -> None:
@@ -177,6 +181,7 @@ class Member:
 
     def check_empty(self) -> None:
         """Soon nothing is on its way, and every block is free but that for messages."""
+        self.evicting.end()
 
         def held() -> tuple[int, ...]:
             stats = self.pool.audit().hbm
@@ -197,7 +202,7 @@ class Member:
         self.migrations.migrate = noted  # type: ignore[method-assign]
 
     def _note_plans(self) -> None:
-        book, instance = self.rebalancer._epochs._book, self.cluster.registration.instance
+        book, instance = self.rebalancer._epochs.seat.book, self.cluster.registration.instance
         accept, refused = book.accept, set()
 
         def noted(plan: Any, planner: Any, *others: Any) -> bool:

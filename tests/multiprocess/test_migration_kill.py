@@ -1,5 +1,8 @@
 """SIGKILL and SIGSTOP of the source or the destination of a live migration, at every phase.
 
+Each with a destination that has free blocks, and with one that evicts a cached prompt for every block. Where the phases
+end in bytes and messages is left to policy/test_migration_moments.py, which goes through all moments of the protocol.
+
 Bugs these tests are there to find: a request that decodes in two places, or in none; other tokens than without
 migration; blocks of a request that has gone, or never came, that nobody frees; a destination that is taken for dead
 because it is silent.
@@ -29,11 +32,17 @@ def scene(near_nursery):
     one.close()
 
 
-HANDED_OVER = ("last blocks", "handed", "adopt", "adopted", "release")
+@pytest.fixture(params=[False, True], ids=["roomy", "evicting"])
+def evicting(request):
+    """Whether the destination evicts all along."""
+    return request.param
+
+
+HANDED_OVER = ("last blocks", "handed", "adopt", "adopted", "release", "released")
 TO_VICTIM = [
     ("before the offer", "kv"),
     ("admit", "tokens"),
-    ("evicting", "kv"),
+    ("alloc", "kv"),
     ("prefill", "tokens"),
     ("fetching", "kv"),
     ("between rounds", "kv"),
@@ -42,11 +51,12 @@ TO_VICTIM = [
     ("adopt", "kv"),
     ("adopted", "kv"),
 ]
+LET_GO = [("release", "kv"), ("released", "kv")]
 
 
 @pytest.mark.parametrize(("phase", "by"), TO_VICTIM)
-def test_a_request_goes_on_at_its_source_when_its_destination_is_killed(scene, phase, by):
-    moving, go = send_there(scene, phase, by)
+def test_a_request_goes_on_at_its_source_when_its_destination_is_killed(scene, phase, by, evicting):
+    moving, go = send_there(scene, phase, by, evicting=evicting)
     scene.victim.kill()
     go()
     with pytest.raises(kvpool.PeerLost):
@@ -60,13 +70,29 @@ def test_a_request_goes_on_at_its_source_when_its_destination_is_killed(scene, p
     scene.check_here()
 
 
-@pytest.mark.parametrize(("phase", "by"), TO_VICTIM)
-def test_a_request_arrives_when_its_destination_was_stopped_for_a_while(scene, phase, by):
-    moving, go = send_there(scene, phase, by, 0.1)
+@pytest.mark.parametrize(("phase", "by"), LET_GO)
+def test_a_request_that_its_source_has_let_go_ends_with_its_destination(scene, phase, by, evicting):
+    """As it would without migration. The source has heard that it decodes there, and never goes on with it."""
+    moving, go = send_there(scene, phase, by, evicting=evicting)
+    scene.victim.kill()
+    go()
+    moving.wait(30)
+    assert moving.state == "there"
+    eventually(lambda: scene.here.migrations.under_way() == ())
+    assert not scene.here.engine.requests
+    scene.here.check_empty()
+    scene.victim = scene.begin()
+    assert scene.ask("len(place.engine.requests)") == 0
+    assert not scene.here.engine.requests
+
+
+@pytest.mark.parametrize(("phase", "by"), TO_VICTIM + LET_GO)
+def test_a_request_arrives_when_its_destination_was_stopped_for_a_while(scene, phase, by, evicting):
+    moving, go = send_there(scene, phase, by, 0.1, evicting)
     scene.victim.stop()
     go()
     time.sleep(0.3)
-    assert not moving.done() or phase == "adopted"
+    assert not moving.done() or phase in ("adopted", "release", "released")
     scene.victim.wake()
     moving.wait(30)
     assert moving.state == "there"
@@ -76,6 +102,8 @@ def test_a_request_arrives_when_its_destination_was_stopped_for_a_while(scene, p
 FROM_VICTIM = [
     "before the offer",
     "admit",
+    "alloc",
+    "prefill",
     "fetching",
     "between rounds",
     "stop",
@@ -83,12 +111,13 @@ FROM_VICTIM = [
     "handed",
     "adopted",
     "release",
+    "released",
 ]
 
 
 @pytest.mark.parametrize("phase", FROM_VICTIM)
-def test_a_source_that_is_killed_leaves_its_request_where_it_was_handed_over_to(scene, phase):
-    go = come_here(scene, phase)
+def test_a_source_that_is_killed_leaves_its_request_where_it_was_handed_over_to(scene, phase, evicting):
+    go = come_here(scene, phase, evicting=evicting)
     scene.victim.kill()
     go()
     if phase in HANDED_OVER:
@@ -97,6 +126,7 @@ def test_a_source_that_is_killed_leaves_its_request_where_it_was_handed_over_to(
         scene.check_here()
         assert not scene.here.migrations._incoming._arrivals.holds_back("r")
     else:
+        scene.evicting.end()
         eventually(lambda: scene.here.migrations.arriving() == ())
         assert not scene.here.engine.requests
         eventually(lambda: scene.here.pool.audit().hbm.active == 0)
@@ -105,8 +135,8 @@ def test_a_source_that_is_killed_leaves_its_request_where_it_was_handed_over_to(
 
 
 @pytest.mark.parametrize("phase", FROM_VICTIM)
-def test_a_request_arrives_when_its_source_was_stopped_for_a_while(scene, phase):
-    go = come_here(scene, phase, 0.1)
+def test_a_request_arrives_when_its_source_was_stopped_for_a_while(scene, phase, evicting):
+    go = come_here(scene, phase, 0.1, evicting)
     scene.victim.stop()
     go()
     time.sleep(0.3)
@@ -163,6 +193,7 @@ def test_a_destination_that_was_fenced_drops_the_request_when_it_wakes(near_nurs
         scene.ask(f"place.pool.peers.connect({scene.here.address!r})\nNone")
         eventually(lambda: scene.ask("len(place.engine.requests)") == 0)
         scene.ask("place.check_empty()\nNone")
+        eventually(lambda: not len(scene.here.migrations._departures._taken_back))  # it has said so
         scene.check_here()
     finally:
         scene.close()

@@ -1,5 +1,8 @@
 """SIGKILL and SIGSTOP of the member that plans, at every phase of an epoch; and two planners at once after that.
 
+Over the files of one machine and over etcd. Members that evict all along are tested where a plan was told: before that
+no request moves, so that no member evicts for one, and a planner holds no block of a request that others move.
+
 Bugs these tests are there to find: an epoch that waits for a planner that is gone; a plan that is carried out twice, or
 after a newer one of the member that took over; a request that such a plan loses, or lets run in two places.
 """
@@ -10,12 +13,14 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from cluster.kit import LocalPlace
+from cluster.places import etcd, etcd_server, local, place
 from planning import Notes, check_notes
 from transfer.kit import eventually
 from victims import Nursery
 
 import kvpool
+
+__all__ = ["etcd", "etcd_server", "local", "place"]
 
 LEASE = 5.0
 # The states of all are read; the plan is made, and nobody has heard of it; all but `d` have.
@@ -32,8 +37,8 @@ def nursery() -> Iterator[Nursery]:
 class Town:
     """Four members: `a` plans, `b` is the next. Each has the request of its name, or some do."""
 
-    def __init__(self, nursery, path):
-        self.place = LocalPlace()
+    def __init__(self, nursery, path, place):
+        self.place = place
         self.cluster = kvpool.Cluster.join(self.place.url, lease=LEASE)
         self.notes = Notes(str(path / "notes"))
         self.members = {}
@@ -47,10 +52,12 @@ class Town:
     def ask(self, name, code):
         return self.members[name](code)
 
-    def begin(self, requests):
+    def begin(self, requests, evicting=False):
         """They run, all say so, and from then on plans may move them."""
         for name in requests:
             self.ask(name, "member.begin()\nNone")
+        for name in "abcd" if evicting else "":
+            self.ask(name, "member.evicting.begin()\nNone")
         eventually(lambda: self.shown() == sorted(requests))
         for name in "bcd":
             self.ask(name, "member.be_ready()\nNone")
@@ -108,19 +115,22 @@ class Town:
         for victim in self.members.values():
             victim.close()
         self.cluster.close()
-        self.place.close()
 
 
 @pytest.fixture
-def town(nursery, tmp_path) -> Iterator[Town]:
-    one = Town(nursery, tmp_path)
+def town(nursery, tmp_path, place) -> Iterator[Town]:
+    one = Town(nursery, tmp_path, place)
     yield one
     one.close()
 
 
-@pytest.mark.parametrize("phase", PHASES)
-def test_another_member_plans_when_the_planner_is_killed(town, phase):
-    town.begin("bcd")
+# Phases, and whether all members evict meanwhile.
+EVICTING = [*((phase, False) for phase in PHASES), ("told", True)]
+
+
+@pytest.mark.parametrize(("phase", "evicting"), EVICTING)
+def test_another_member_plans_when_the_planner_is_killed(town, phase, evicting):
+    town.begin("bcd", evicting)
     town.bring_to(phase)
     town.members["a"].kill()
     town.go("d")
@@ -133,9 +143,9 @@ def test_another_member_plans_when_the_planner_is_killed(town, phase):
             assert any(number in town.made("a") for number in town.accepted(name)) == (name in heard)
 
 
-@pytest.mark.parametrize("phase", PHASES)
-def test_the_epoch_goes_on_when_the_planner_was_stopped_for_a_while(town, phase):
-    town.begin("abcd")
+@pytest.mark.parametrize(("phase", "evicting"), EVICTING)
+def test_the_epoch_goes_on_when_the_planner_was_stopped_for_a_while(town, phase, evicting):
+    town.begin("abcd", evicting)
     town.bring_to(phase)
     town.members["a"].stop()
     time.sleep(0.3)

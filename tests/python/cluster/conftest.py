@@ -1,36 +1,8 @@
-"""One etcd for all tests of membership that need only a prefix in it."""
+"""Clusters of both kinds, and an etcd that a test may kill."""
 
 from __future__ import annotations
 
-import pytest
-from cluster.etcd_server import EtcdServer
-from cluster.kit import EtcdPlace, LocalPlace
 from cluster.own_etcd import own, own_etcd
+from cluster.places import etcd, etcd_server, local, place
 
-__all__ = ["own", "own_etcd"]
-
-
-@pytest.fixture(scope="session")
-def etcd_server(tmp_path_factory):
-    server = EtcdServer(tmp_path_factory.mktemp("etcd"))
-    yield server
-    server.kill()
-
-
-@pytest.fixture(params=["local", "etcd"])
-def place(request):
-    return request.getfixturevalue(request.param)
-
-
-@pytest.fixture
-def etcd(etcd_server):
-    one = EtcdPlace(etcd_server)
-    yield one
-    one.close()
-
-
-@pytest.fixture
-def local():
-    one = LocalPlace()
-    yield one
-    one.close()
+__all__ = ["etcd", "etcd_server", "local", "own", "own_etcd", "place"]

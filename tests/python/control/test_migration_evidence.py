@@ -15,12 +15,28 @@ from kvpool.control.migration.evidence import Evidence
 
 
 class StandIn:
-    """A pool with one peer, and a cluster with one member."""
+    """A pool with one peer, and a cluster with one member, which tells changes of `listed`."""
 
     def __init__(self, pid, link="unix"):
-        self.closed = False
+        self.closed, self.watchers = False, []
         self.peers = [SimpleNamespace(name="b", incarnation=7, pid=pid, link=link)]
-        self.listed = [SimpleNamespace(incarnation=7)]
+        self._listed = [SimpleNamespace(incarnation=7)]
+
+    @property
+    def listed(self):
+        return self._listed
+
+    @listed.setter
+    def listed(self, members):
+        left = [each for each in self._listed if not isinstance(members, Exception) and each not in members]
+        self._listed = members
+        for each in left:
+            for watcher in self.watchers:
+                watcher(SimpleNamespace(kind="lost", member=each))
+
+    def on_change(self, callback):
+        self.watchers.append(callback)
+        return SimpleNamespace(stop=lambda: self.watchers.remove(callback) if callback in self.watchers else None)
 
     def members(self):
         if isinstance(self.listed, Exception):
@@ -100,11 +116,52 @@ def test_a_question_that_fails_proves_nothing():
         raise OSError("etcd")
 
     one, evidence = begin(1, "tcp 10.0.0.2:4000", in_cluster=True, gone=gone)
-    one.listed = kvpool.ClosedError("the cluster is closed")
-    assert evidence.of("b", 7) is None
-    assert evidence.incarnation("b") == 7
     one.listed = []
     assert evidence.of("b", 7) == "fenced"
+    one.members = lambda: 1 / 0
+    assert evidence.of("b", 7) is None
+    assert evidence.incarnation("b") == 7
+    del one.members
+    assert evidence.of("b", 7) == "fenced"
+
+
+def test_a_cluster_that_is_closed_proves_nothing():
+    one = StandIn(1, "tcp 10.0.0.2:4000")
+
+    def closed(callback):
+        raise kvpool.ClosedError("the cluster is closed")
+
+    one.on_change, one.listed = closed, []
+    evidence = Evidence(one, one, None)
+    assert evidence.incarnation("b") == 7
+    assert evidence.of("b", 7) is None
+    evidence.close()
+
+
+def test_a_member_that_was_given_up_before_it_was_met_is_fenced():
+    """Its link has outlived its lease; or the cluster could not say who its members are when it was met."""
+    one = StandIn(1, "tcp 10.0.0.2:4000")
+    evidence = Evidence(one, one, None)
+    one.listed = []
+    assert evidence.incarnation("b") == 7
+    assert evidence.of("b", 7) == "fenced"
+    evidence.close()
+    assert not one.watchers
+
+
+def test_evidence_that_is_dropped_watches_its_cluster_no_more():
+    one = StandIn(1)
+    Evidence(one, one, None)
+    gc.collect()
+    assert not one.watchers
+
+
+def test_no_descriptor_is_opened_that_nobody_would_close(process):
+    one = StandIn(process.pid)
+    evidence = Evidence(one, None, None)
+    evidence.close()
+    assert evidence.incarnation("b") == 7  # what a pool's inbox still brings
+    assert not evidence._processes
 
 
 def test_the_engine_can_say_who_is_gone():
@@ -139,7 +196,7 @@ def test_a_process_that_has_ended_costs_no_descriptor(asked):
         assert len(evidence._processes) == (0 if asked else 1)
     assert [evidence.of("b", number) for number in range(3)] == ["ended"] * 3
     assert not evidence._processes
-    assert len(evidence._members) <= 3  # of the many that the cluster lists
+    assert len(evidence._departed._found) == 0  # of the many that the cluster lists
 
 
 def test_only_the_latest_incarnations_are_remembered(monkeypatch):
@@ -159,3 +216,12 @@ def test_nothing_is_proved_to_a_pool_that_is_closed():
     one.closed = True
     with pytest.raises(kvpool.ClosedError):
         evidence.of("b", 7)
+
+
+def test_only_the_latest_pools_of_this_process_are_remembered(monkeypatch):
+    monkeypatch.setattr("kvpool.control.migration.evidence._PEERS_MAX", 2)
+    one, evidence = begin(os.getpid())
+    for number in range(8, 12):
+        one.peers = [SimpleNamespace(name="b", incarnation=number, pid=os.getpid(), link="unix")]
+        assert evidence.incarnation("b") == number
+    assert len(evidence._here) == 2

@@ -323,6 +323,62 @@ def test_a_request_that_only_its_destination_has_waits_for_room(make, reader):
     del b.pool.fetch
 
 
+@pytest.mark.parametrize("error", [kvpool.Busy("the batch is full"), kvpool.OutOfBlocks("no slot")])
+def test_a_request_that_only_its_destination_has_waits_for_room_in_the_engine(make, reader, error):
+    """Its source has died when the engine is asked to take it, and has no room for it just then."""
+    a, b, proofs, asked = *make({"gone": lambda *_: proofs[0] if proofs else None}), [], []
+
+    def adopt(_):
+        proofs[:] = ["ended"]
+        asked.append(1)
+        if len(asked) < 4:
+            raise error
+
+    b.engine.before["adopt"] = adopt
+    hears = make_deaf(a, "failed")
+    a.engine.begin("r", prompt_of(12), LENGTH)
+    a.migrations.migrate("r", "b", timeout=20)
+    eventually(lambda: "r" in b.engine.requests)
+    assert len(asked) == 4
+    check(reader, b.engine, "r", prompt_of(12))
+    hears.set()
+
+
+def test_a_request_that_waits_for_room_ends_when_its_destination_takes_in_no_more(make):
+    a, b, proofs = *make({"gone": lambda *_: proofs[0] if proofs else None}), []
+
+    def adopt(_):
+        proofs[:] = ["ended"]
+        raise kvpool.Busy("the batch is full")
+
+    b.engine.before["adopt"] = adopt
+    make_deaf(a, "failed")
+    a.engine.begin("r", prompt_of(12), LENGTH)
+    a.migrations.migrate("r", "b", timeout=20)
+    eventually(lambda: proofs)
+    end = threading.Thread(target=b.migrations.close, args=(600,))
+    end.start()
+    eventually(lambda: not b.migrations.arriving())
+    end.join(60)
+    assert not end.is_alive()
+    b.check_empty()
+
+
+def test_an_engine_that_has_no_room_gives_a_request_back_as_full(make, reader):
+    a, b = make()
+
+    def adopt(_):
+        raise kvpool.OutOfBlocks("no slot")
+
+    b.engine.before["adopt"] = adopt
+    a.engine.begin("r", prompt_of(12), LENGTH)
+    with pytest.raises(kvpool.OutOfBlocks, match="no slot"):
+        a.migrations.migrate("r", "b", timeout=20).wait()
+    check(reader, a.engine, "r", prompt_of(12))
+    for each in (a, b):
+        each.check_empty()
+
+
 def test_a_request_of_a_fenced_source_that_has_ended_keeps_no_instance(make, reader):
     """Its host is gone, and nothing but the cluster's word proves that: until somebody says that it has ended."""
     proofs, go = [], threading.Event()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import pytest
 from control.migration_kit import BLOCK, Reader, ToyEngine, eventually, prompt_of, reference
@@ -70,3 +72,52 @@ def migrate(make, pair, by):
 def test_a_request_of_several_ranks_migrates(pair, by):
     with instances_of() as make:
         migrate(make, pair, by)
+
+
+@pytest.fixture(autouse=True)
+def _no_record_of_loss(monkeypatch):
+    """Pytest keeps what is logged, and that has the error, with the frames of an inbox that are to go."""
+    monkeypatch.setattr(logging.getLogger("kvpool.received"), "disabled", True)
+
+
+def lose(make, pair, at, lost):
+    """A migration from a to b, whose fetch for `at` finds that a rank is lost, and its instance with it."""
+    reader, prompt = Reader(), prompt_of(1)
+    a, b = (make(name, parallel, blocks=16) for name, parallel in zip("ab", pair, strict=True))
+    a.pool.peers.connect(b.address)
+    here, there = (RankEngine(one, reader) for one in (a, b))
+    fetch = b.pool.fetch
+
+    def fetches(*args, priority, **named):
+        if priority == at:
+            (a if lost == "a" else b).ranks[0].close()
+            eventually(lambda: not (b if lost == "a" else a).pool.peers.list())
+        return fetch(*args, priority=priority, **named)
+
+    b.pool.fetch = fetches
+    with Migrations(a.pool, here) as leaving, Migrations(b.pool, there) as coming:
+        here.begin("r", prompt, LENGTH)
+        moving = leaving.migrate("r", "b", by="kv", timeout=5)
+        with pytest.raises(kvpool.DeadlineExceeded):
+            moving.wait(60)
+        if lost == "a":
+            eventually(lambda: "r" in there.requests)
+            assert there.prefilled
+            assert coming.arriving() == ("r",)  # nothing proves that its source has ended
+        assert moving.state == ("handed over" if lost == "a" else "here")
+        assert (there if lost == "a" else here).finish("r") == reference(prompt, LENGTH)
+        leaving.close(0.1)  # nobody is heard any more
+    del b.pool.fetch
+
+
+@pytest.mark.parametrize("pair", [(TP2, GRID), (GRID, None)], ids=["tp2-grid", "grid-one"])
+def test_a_request_arrives_though_a_rank_of_its_source_is_lost_after_the_hand_over(pair):
+    """And its source with it: what is missing is computed."""
+    with instances_of() as make:
+        lose(make, pair, "decode", "a")
+
+
+@pytest.mark.parametrize("pair", [(TP2, GRID), (None, TP2)], ids=["tp2-grid", "one-tp2"])
+def test_a_request_stays_when_a_rank_of_its_destination_is_lost_before_the_hand_over(pair):
+    with instances_of() as make:
+        lose(make, pair, "background", "b")

@@ -7,6 +7,7 @@ ever, two planners that move one request to two places, and requests that are fo
 from __future__ import annotations
 
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -224,6 +225,29 @@ def test_a_request_that_begins_to_move_while_the_next_plan_is_accepted_moves_onc
     eventually(lambda: set(world.where().values()) == {2})
 
 
+def test_moves_for_which_there_is_no_thread_wait_for_one_that_runs_or_for_the_next_plan(monkeypatch):
+    world = World()
+    one, _ = world.add_all(dict.fromkeys("abc", 5), {})
+    start, fails_at = threading.Thread.start, []
+
+    def fails(thread):
+        if thread.name == "kvpool-move" and fails_at.pop(0):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def carry(*names):
+        one.epochs.carrier.carry([PlannedMove(name, 1, 2, 5, "kv") for name in names], {2: "i2"}, 0)
+
+    monkeypatch.setattr(threading.Thread, "start", fails)
+    fails_at[:] = [True]
+    carry("a")
+    assert one.migrations.asked == []
+    fails_at[:] = [False, True]
+    carry("a", "b", "c")
+    eventually(lambda: one.moves == {"superseded": 1, "ok": 3})
+    eventually(lambda: not one.epochs.carrier._threads)
+
+
 def test_requests_that_cannot_be_published_stay_and_keep_their_room(caplog):
     world = World()
     world.add_all({"a": 40}, {"b": np.int64(20), "c": 0, "x" * 300: 30, "": 3})
@@ -260,19 +284,34 @@ def test_an_instance_that_something_is_on_its_way_to_is_asked_to_end_when_that_h
     assert two.terminated == 1
 
 
+def test_an_application_that_failed_to_end_is_asked_again():
+    world = World()
+    _, two = world.add_all({"a": 90}, {})
+    failures, end = [1, 1], two.epochs._terminate
+
+    def fails():
+        if failures:
+            raise OSError(failures.pop())
+        end()
+
+    two.epochs._terminate = fails
+    world.rounds(30)
+    assert (failures, two.terminated) == ([], 1)
+
+
 def test_an_end_that_was_accepted_and_not_carried_out_is_asked_for_again():
     world = World()
     one, two = world.add_all({"a": 90}, {})
-    accept = two.epochs._book.accept
+    accept = two.epochs.seat.book.accept
 
     def once(plan, *more):
         found = accept(plan, *more)
         if found and plan.ends:
-            two.epochs._book.accept = accept
+            two.epochs.seat.book.accept = accept
             raise OSError("in the middle of a step")
         return found
 
-    two.epochs._book.accept = once
+    two.epochs.seat.book.accept = once
     world.rounds(1)
     with pytest.raises(OSError, match="middle"):
         world.rounds(20)
@@ -383,6 +422,8 @@ def test_metrics_and_top_say_what_has_moved():
         def __init__(self, epochs):
             self.plans, self.totals = epochs.plans, epochs.tally.totals
 
+    for wrong in (float("inf"), float("nan"), -1, True, "1"):
+        assert moves_of(kvpool.Member("x", 3, 7, "both", rebalancing=two.record | {"moved": [wrong, 0, 0]})) is None
     registry = prometheus_client.CollectorRegistry()
     registry.register(RebalancingCollector({"1": Counts(one.epochs), "2": Counts(two.epochs)}))
     value = registry.get_sample_value

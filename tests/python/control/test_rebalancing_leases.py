@@ -337,7 +337,7 @@ class DrowsyWorld(World):
 
     def add(self, number, **running):
         one = super().add(number, **running)
-        book, members, publish = one.epochs._book, one.cluster.members, one.cluster.publish
+        book, members, publish = one.epochs.seat.book, one.cluster.members, one.cluster.publish
         accept, made = book.accept, book.made
 
         def watched(plan, planner, others=()):

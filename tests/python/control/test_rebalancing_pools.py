@@ -10,9 +10,12 @@ import contextlib
 import threading
 
 import pytest
-from attach_kit import join, url
+from attach_kit import join
+from cluster.own_etcd import own, own_etcd
+from cluster.places import etcd, etcd_server, local, place
 from control.migration_kit import Reader, ToyEngine, eventually, prompt_of, reference
 from kit import BLOCK, small_pool
+from transfer.kit import SECRET
 
 import kvpool
 from kvpool import cli
@@ -21,7 +24,7 @@ from kvpool.control.rebalancing import Rebalancer
 from kvpool.policy.mell import Boundaries, ComputeProfile
 from kvpool.policy.rebalancing import Planner
 
-__all__ = ["url"]
+__all__ = ["etcd", "etcd_server", "local", "own", "own_etcd", "place"]
 
 BLOCKS = 97
 LENGTH = 110
@@ -70,7 +73,8 @@ class Instance:
     def __init__(self, url, name, reader, everybody, may_end, **options):
         self.stack = contextlib.ExitStack()
         self.cluster = self.stack.enter_context(join(url, heartbeat=0.05))
-        self.pool = self.stack.enter_context(small_pool(BLOCKS, 0, name=name))
+        secret = {} if self.cluster.secret else {"secret": SECRET}  # etcd keeps none
+        self.pool = self.stack.enter_context(small_pool(BLOCKS, 0, name=name, **secret))
         self.pool.attach(self.cluster, name=name)
         self.engine = Server(self.pool, reader, name, everybody, may_end)
         self.migrations = self.stack.enter_context(Migrations(self.pool, self.engine, cluster=self.cluster))
@@ -88,18 +92,27 @@ class Instance:
         self.stack.close()
 
 
-@pytest.fixture
-def make(url):
+@contextlib.contextmanager
+def instances_of(place):
+    """A maker of instances of one cluster."""
     found, everybody, reader, may_end = [], {}, Reader(), threading.Event()
 
     def instance(name, **options):
-        found.append(Instance(url, name, reader, everybody, may_end, **options))
+        found.append(Instance(place.url, name, reader, everybody, may_end, **options))
         return found[-1]
 
     instance.reader, instance.may_end = reader, may_end
-    yield instance
-    for each in found:
-        each.close()
+    try:
+        yield instance
+    finally:
+        for each in found:
+            each.close()
+
+
+@pytest.fixture
+def make(place):
+    with instances_of(place) as made:
+        yield made
 
 
 def check(reader, prompts, length):
@@ -163,6 +176,29 @@ def test_new_requests_begin_by_plan_and_another_planner_takes_over(make):
     assert b.rebalancer.totals().takeovers >= 1
 
 
+@pytest.mark.parametrize("memory", ["with its data", "empty"])
+def test_plans_go_on_when_etcd_is_back_and_requests_move_without_it(memory, own, own_etcd):
+    """While it is gone nobody can publish, so no plan is told; nobody is taken for dead, and a move needs no record."""
+    with instances_of(own) as make:
+        a, b = (make(name, policy=Planner(instances_min=2)) for name in "ab")
+        eventually(lambda: a.rebalancer.plans)
+        prompts = {f"r{number}": prompt_of(number) for number in range(2)}
+        a.engine.new["r0"] = prompts["r0"], LENGTH
+        eventually(lambda: make.reader.tokens.get("r0"))
+        own_etcd.kill()
+        here, there = (a, b) if "r0" in a.engine.requests else (b, a)
+        here.migrations.migrate("r0", there.engine.name, by="kv", timeout=20).wait()
+        assert "r0" in there.engine.requests
+        if memory == "empty":
+            own_etcd.forget()
+        own_etcd.start()
+        b.engine.new["r1"] = prompts["r1"], LENGTH
+        make.may_end.set()
+        check(make.reader, {name: prompts[name] for name in ("r0", "r1")}, LENGTH)
+        totals = [one.migrations.totals() for one in (a, b)]
+        assert not any(key[1] == "PeerLost" for one in totals for key in one.left)
+
+
 def test_wrong_arguments_and_the_end(make):
     one = make("a")
     alone = kvpool.Cluster.join("local://kvpool-test-nobody-is-here", lease=60)
@@ -186,13 +222,12 @@ def test_wrong_arguments_and_the_end(make):
     assert not one.cluster.registration.record.rebalancing
 
 
-def test_top_shows_migrations(make, capsys, monkeypatch):
+def test_top_shows_migrations(make, place, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     pytest.importorskip("rich", reason="rich is not installed")
     one = make("a")
-    url = f"local://{one.cluster._url.name}"
     eventually(lambda: one.cluster.registration.written.rebalancing)
-    assert cli.main(["top", url, "--once"]) == 0
+    assert cli.main(["top", place.url, "--once"]) == 0
     text = capsys.readouterr().out
     assert "tokens/failed" in text
     assert "0/0/0/0" in text

@@ -1,9 +1,9 @@
 """Instances that migrate requests to each other over a network that loses, repeats, delays and reorders messages.
 
-Instances are killed, restarted and stopped at any message. A request's next token is a function of all cells that it
-reads, so a block that is missing, stale or half written changes what it puts out. At every step: no two places decode
-one request in one term, no block has two owners, none is lost, and the reader gets the tokens of a run without any
-migration.
+Instances are killed, restarted and stopped at any message, and may be full of cached prompts that they evict. A
+request's next token is a function of all cells that it reads, so a block that is missing, stale or half written changes
+what it puts out. At every step: no two places decode one request in one term, no block has two owners, none is lost,
+and the reader gets the tokens of a run without any migration.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class Incarnation:
     capacity: int
     is_up: bool = True
     is_stopped: bool = False
+    evicts: bool = False
     memory: dict[int, list[int]] = field(default_factory=dict)
     cached: dict[str, list[int]] = field(default_factory=dict)
     hosted: dict[str, Hosted] = field(default_factory=dict)
@@ -70,6 +71,8 @@ class Incarnation:
 
     def alloc(self, n):
         """n blocks, or None."""
+        while len(self.memory) + n > self.capacity and self.evict():
+            pass
         if len(self.memory) + n > self.capacity:
             return None
         made = [next(self.town.addresses) for _ in range(n)]
@@ -79,6 +82,22 @@ class Incarnation:
     def free(self, addrs):
         for addr in addrs:
             del self.memory[addr]  # a block that is freed twice fails here
+
+    def evict(self):
+        """The oldest cached prompt that nothing uses. Whether there was one."""
+        used = {addr for one in self.hosted.values() for addr in one.blocks}
+        used |= {addr for blocks, _ in self.arriving.values() for addr in blocks}
+        for name, blocks in self.cached.items():
+            if self.evicts and used.isdisjoint(blocks):
+                self.free(self.cached.pop(name))
+                return True
+        return False
+
+    def cache_more(self):
+        """Prompts come and go: every room that a request gets is another prompt's."""
+        blocks = self.alloc(self.town.dice.randint(1, 4))
+        if blocks is not None:
+            self.cached[f"prompt {next(self.town.others)}"] = blocks
 
     def read(self, blocks, n):
         return [self.memory[blocks[at // BLOCK]][at % BLOCK] for at in range(n)]
@@ -131,7 +150,7 @@ class Incarnation:
     def leave(self, source):
         dice, one = self.town.dice, self.hosted[source.request]
         if self.town.is_proved_gone(source.id.destination):
-            source.gone("gone")
+            source.gone("gone", ended=self.town.has_ended(source.id.destination))
         if dice.random() < self.town.faults * 0.1:
             source.cancel("cancelled")
         if dice.random() < self.town.faults * 0.1:
@@ -163,7 +182,7 @@ class Incarnation:
     def arrive(self, found):
         blocks, own = self.arriving.get(found.id, ([], set()))
         if self.town.is_proved_gone(found.id.source):
-            found.gone("gone", ended=not self.town.incarnations[found.id.source].is_up)
+            found.gone("gone", ended=self.town.has_ended(found.id.source))
         work = found.work()
         if work is not None:
             self.bring(found, work, blocks, own)
@@ -230,8 +249,10 @@ class Incarnation:
 
     def take_offer(self, offer):
         cached = self.cached.get(offer.request, [])[: offer.whole // BLOCK]
+        self.arriving[offer.id] = (cached, set())  # pinned
         own = self.alloc(-(-offer.room // BLOCK) - len(cached))
         if own is None:
+            del self.arriving[offer.id]
             self.town.send(offer.id.source, self.arrivals.refuse(offer, "full", full=True))
             return
         self.arriving[offer.id] = ([*cached, *own], set(own))
@@ -246,7 +267,8 @@ class Incarnation:
             source = self.departures.find(said.id)
             if source is not None:
                 if self.town.is_proved_gone(said.id.destination):
-                    source.gone("gone")  # what it said has died with it: the request is here
+                    ended = self.town.has_ended(said.id.destination)
+                    source.gone("gone", ended=ended)  # what it said has died with it: the request is here
                 source.hear(said)
             elif (answer := self.departures.answer(said)) is not None:
                 self.town.send(said.id.destination, answer)
@@ -257,7 +279,7 @@ class Incarnation:
             found.hear(said)
             if was_kept and found.settled:
                 self.finish(found)
-            elif was_kept:
+            if was_kept and found.state != "released":
                 self.town.send(said.id.source, found.says(self.arrivals.next_number()))
         elif self.arrivals.is_new(said):
             self.take_offer(said)
@@ -265,6 +287,8 @@ class Incarnation:
             self.town.send(said.id.source, answer)
 
     def turn(self):
+        if self.evicts:
+            self.cache_more()
         for request in list(self.hosted):
             if self.town.dice.random() < 0.4:
                 self.step(request)
@@ -275,7 +299,7 @@ class Incarnation:
             if self.town.dice.random() < 0.6:
                 self.arrive(found)
         for found in self.arrivals.kept:
-            if not self.town.incarnations[found.id.source].is_up:
+            if self.town.has_ended(found.id.source):
                 found.gone("ended", ended=True)
                 self.arrivals.end(found)
             elif not self.town.is_proved_gone(found.id.source):
@@ -290,12 +314,19 @@ class Incarnation:
 
 
 class Town:
-    """All instances. `faults`: how often something goes wrong, from 0. `false_proofs`: a stopped one counts as gone."""
+    """All instances.
 
-    def __init__(self, seed, faults, false_proofs=False, instances=3, requests=3, capacity=60, length=40):
+    `faults`: how often something goes wrong, from 0. `false_proofs`: a stopped one counts as gone. `evicting`: all are
+    full of cached prompts.
+    """
+
+    def __init__(
+        self, seed, faults, false_proofs=False, instances=3, requests=3, capacity=60, length=40, evicting=False
+    ):
         self.dice = Random(seed)
         self.faults, self.false_proofs, self.length = faults, false_proofs, length
-        self.addresses, self.numbers = itertools.count(1), itertools.count(1)
+        self.addresses, self.numbers, self.others = itertools.count(1), itertools.count(1), itertools.count(1)
+        self.evicting = evicting
         self.incarnations: dict[int, Incarnation] = {}
         self.at: dict[str, Incarnation] = {}
         self.flight: list[tuple[int, bytes]] = []
@@ -323,11 +354,14 @@ class Town:
 
     def start(self, name, capacity):
         one = Incarnation(self, name, next(self.numbers), capacity)
+        one.evicts = self.evicting
         self.incarnations[one.number] = self.at[name] = one
 
     def is_proved_gone(self, number):
-        one = self.incarnations[number]
-        return not one.is_up or (self.false_proofs and one.is_stopped)
+        return self.has_ended(number) or (self.false_proofs and self.incarnations[number].is_stopped)
+
+    def has_ended(self, number):
+        return not self.incarnations[number].is_up
 
     def send(self, to, said):
         self.flight.append((to, policy.encode(said)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 
 import pytest
 from hypothesis import example, given
@@ -293,6 +294,82 @@ def test_waiting_moves_are_offered_before_new_ones():
     assert (len(backlog), backlog.oldest, backlog.held, backlog.occupied) == (0, 0, {}, set())
 
 
+class Swapping:
+    """Plans that send requests round and round, while nothing can carry them: each move needs room that one leaves."""
+
+    CLOSED = boundaries(0)
+
+    def __init__(self, seed, requests=3, gpus=3, **options):
+        self.rng, self.gpus = random.Random(seed), gpus
+        self.backlog = Backlog(**options)
+        self.where = {request: request % gpus for request in range(requests)}
+        self.real = dict(self.where)
+        self.sizes = dict.fromkeys(self.where, 100)
+
+    def plan(self):
+        moves = []
+        for request in self.rng.sample(sorted(self.where), self.rng.randint(1, len(self.where))):
+            to = self.rng.randrange(self.gpus)
+            if to != self.where[request]:
+                moves.append(Move((request,), self.where[request], to, 100))
+                self.where[request] = to
+        return moves
+
+    def epoch(self, moves, limits, room=0):
+        free = dict.fromkeys(range(self.gpus), room)
+        found = self.backlog.divide(moves, limits, {}, self.sizes, free)
+        for move in found.made:
+            for request in move.requests:
+                assert self.real[request] == move.source
+                self.real[request] = move.destination
+        return found
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_backlog_holds_so_many_moves_for_each_request_and_no_more(seed):
+    one, most = Swapping(seed), 0
+    for _ in range(150):
+        one.epoch(one.plan(), one.CLOSED)
+        most = max(most, len(one.backlog))
+    assert 3 < most <= 3 * 8
+    for _ in range(40):  # and all of them end where the latest plan wants them
+        one.epoch([], boundaries(1000), room=1000)
+    assert len(one.backlog) == 0
+    assert one.real == one.where
+
+
+def test_requests_that_wait_for_the_same_moves_get_one_move_together_when_chains_are_netted():
+    backlog, closed = Backlog(chain_max=1), boundaries(0)
+    sizes = {"a": 10, "b": 20, "c": 30}
+    plans = [
+        [Move(("a", "b"), 0, 1, 30), Move(("c",), 1, 0, 30)],  # c counts on the room of the others
+        [Move(("a", "b"), 1, 2, 30)],
+        [Move(("c",), 0, 1, 30)],
+    ]
+    for moves in plans[:2]:
+        found = epoch(backlog, moves, closed, sizes, dict.fromkeys(range(3), 0))
+    assert [(move.requests, move.source, move.destination) for move in found.deferred] == [
+        (("a", "b"), 0, 1), (("c",), 1, 0), (("a", "b"), 1, 2)
+    ]  # fmt: skip
+    sizes = {"a": 11, "b": 21}  # c has ended; then two of two is the bound
+    found = epoch(backlog, [Move(("a",), 2, 0, 11)], closed, sizes, dict.fromkeys(range(3), 0))
+    assert sorted((move.requests, move.source, move.destination, move.tokens) for move in found.deferred) == [
+        (("b",), 0, 2, 21)
+    ]
+
+
+def test_moves_that_are_netted_in_every_epoch_are_stopped_after_their_patience():
+    """Two requests wait for each other's room, and each plan sends one of them elsewhere."""
+    backlog, limits, full = Backlog(patience=3, chain_max=1), boundaries(0, 100), dict.fromkeys(range(3), 0)
+    sizes, plans = {"a": 10, "b": 10}, [[Move(("a",), 0, 1, 10), Move(("b",), 1, 0, 10)]]
+    plans += [[Move(("a",), 1, 2, 10)], [Move(("a",), 2, 1, 10)]] * 2
+    stopped = []
+    for moves in plans:
+        stopped += epoch(backlog, moves, limits, sizes, full).stopped
+        assert len(backlog) == 2
+    assert {request for move in stopped for request in move.requests} == {"a", "b"}
+
+
 def test_a_large_move_is_not_overtaken_by_small_ones_forever():
     """90 of 100 tokens, while each epoch brings three of 30: the first two of these would always leave too little."""
     backlog, limits, sizes = Backlog(), boundaries(100), {"large": 90}
@@ -394,3 +471,5 @@ def test_impossible_changes_are_refused_and_change_nothing(move):
     assert (len(backlog), backlog.oldest, backlog.held) == (1, 1, {2: 10})
     with pytest.raises(ArgumentError):
         Backlog(patience=0)
+    with pytest.raises(ArgumentError):
+        Backlog(chain_max=0)

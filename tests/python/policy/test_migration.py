@@ -24,7 +24,7 @@ def moves_of(town):
 def test_a_request_ends_in_exactly_one_place_with_its_tokens(faults, false_proofs):
     moves = 0
     for seed in SEEDS:
-        town = Town(seed, faults, false_proofs, length=60)
+        town = Town(seed, faults, false_proofs, length=60, evicting=seed % 2 == 1)
         town.run(120)
         town.check_ends()
         assert faults or not town.lost
@@ -186,12 +186,50 @@ def test_what_was_taken_back_by_proof_is_revoked_when_it_wakes():
     destination.hear(source.says())
     fetch(destination)
     destination.decode()
-    source.gone("its lease has ended")
+    source.gone("its lease has ended", ended=False)
     assert source.state == "back"
     assert source.term > destination.term
     departures.end(source)
-    destination.hear(departures.answer(destination.says(9)))
+    for number in (9, 10):  # an answer may be lost
+        answer = departures.answer(destination.says(number))
+        assert answer.phase == "revoked"
+    destination.hear(answer)
     assert destination.state == "revoked"
+    assert departures.answer(destination.says(11)) is None  # it says that it has failed, and asks no more
+    assert not len(departures._taken_back)
+
+
+def taken_back(departures, number, *, ended=False):
+    """A migration that was handed over, and whose destination is gone; what that would say when it wakes."""
+    id = policy.MigrationId(1, 2, number)
+    source = policy.Source(id, "r", "", "kv", policy.FIRST, 18, progress(10), BLOCK, policy.StopRules())
+    departures.begin(source)
+    source.hear(policy.DestinationSays(id, 1, "moving", tokens=10, blocks=2, whole=8))
+    source.hand_over(progress(10), b"")
+    source.gone("it is gone", ended=ended)
+    assert source.state == "back"
+    departures.end(source)
+    return policy.DestinationSays(id, 9, "decoding")
+
+
+def test_what_was_taken_back_from_a_process_that_has_ended_is_not_remembered():
+    departures = policy.Departures(1)
+    for number in range(1, 5):
+        taken_back(departures, number, ended=True)
+    assert not len(departures._taken_back)
+
+
+def test_what_was_taken_back_is_remembered_up_to_a_bound_and_never_let_go_beyond_it(monkeypatch):
+    """One that is forgotten may be decoded here: its destination must not hear that it is its own."""
+    monkeypatch.setattr("kvpool.policy.migration.registry._TAKEN_BACK_MAX", 3)
+    departures = policy.Departures(1)
+    says = [taken_back(departures, number) for number in range(1, 8)]
+    assert len(departures._taken_back) == 3
+    answers = [departures.answer(each) for each in says]
+    assert answers[:4] == [None] * 4
+    assert [each.phase for each in answers[4:]] == ["revoked"] * 3
+    let_go = policy.DestinationSays(policy.MigrationId(1, 2, 9), 9, "decoding")
+    assert departures.answer(let_go).phase == "released"
 
 
 def test_a_number_that_is_used_up_is_not_accepted_again():

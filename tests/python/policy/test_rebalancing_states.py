@@ -70,6 +70,16 @@ def test_a_thousand_requests_fit_into_the_record_of_a_member():
     assert plan.deferred + len(plan.moves) == 500
 
 
+def test_a_plan_in_which_thousands_are_to_end_keeps_within_its_bytes_and_still_moves_requests():
+    moves = tuple(PlannedMove(f"r{number}", 1, 2, 10, "kv") for number in range(1000))
+    ends = tuple(range(1, 9000))
+    plan = EpochPlan(PlanNumber(1 << 47, 1 << 47), 1, moves, (), 7, ends).within()
+    assert len(json.dumps(plan_json(plan), separators=(",", ":"))) <= 12 << 10
+    assert plan.ends == ends[: len(plan.ends)]
+    assert len(plan.ends) > 200
+    assert len(plan.moves) > 200
+
+
 def test_a_long_queue_leaves_room_for_moves_and_moves_for_the_queue():
     moves = tuple(PlannedMove(f"request-{i}", 1, 2, 100, "kv") for i in range(500))
     placed = tuple(Placement(f"waits-{i}", 1, 2) for i in range(5000))

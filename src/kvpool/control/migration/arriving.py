@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Final
 
 from kvpool._core import Transfer
 from kvpool.control.migration.background import Chores
@@ -13,13 +14,15 @@ from kvpool.control.migration.engine import Arrived, MigratingEngine
 from kvpool.control.migration.evidence import Evidence
 from kvpool.control.migration.room import Budget, Room
 from kvpool.control.migration.talking import Dialogue, Timing
-from kvpool.errors import OutOfBlocks
+from kvpool.errors import Busy, OutOfBlocks
 from kvpool.policy import migration as policy
 from kvpool.waiting.handles import carry_out
 
 __all__ = ["Arriving"]
 
 _log = logging.getLogger("kvpool.migration")
+
+_NO_ROOM: Final = (OutOfBlocks, Busy)  # of the pool or of the engine: there may be room later
 
 
 class Arriving:
@@ -110,15 +113,20 @@ class Arriving:
         return self._advance() or found.state != before
 
     def _hear(self) -> None:
-        found, peer = self.destination, self.dialogue.peer
+        found = self.destination
         for said in self.dialogue.read():
             found.hear(said)
+        if self._unwanted:  # also what waits for room, and nobody else has
+            found.fail("the destination takes in no more requests")
+        self._look_for_source()
+        if found.state == "moving" and not found.handed and self._is_quiet():
+            found.fail(f"{self.dialogue.peer} was silent for {self._timing.silence_s} s")
+
+    def _look_for_source(self) -> None:
+        """Notes whether there is proof that it is gone."""
+        found, peer = self.destination, self.dialogue.peer
         if (proof := self._evidence.of(peer, found.id.source)) is not None:
             found.gone(f"{peer} is gone: {proof}", ended=proof == "ended")
-        elif self._unwanted:
-            found.fail("the destination takes in no more requests")
-        elif found.state == "moving" and not found.handed and self._is_quiet():
-            found.fail(f"{peer} was silent for {self._timing.silence_s} s")
 
     def _advance(self) -> bool:
         """Brings a piece here, or begins to decode. Whether there is news for the source."""
@@ -127,11 +135,8 @@ class Arriving:
         if work is not None and self._may_fetch(work):
             try:
                 self._bring(work)
-            except OutOfBlocks as error:
-                if found.alone:  # nobody else has it: until there is room
-                    time.sleep(self._timing.repeat_s)
-                else:
-                    found.fail(str(error), full=True)
+            except _NO_ROOM as error:
+                self._has_no_room(error)
             except Exception as error:  # of the engine, too
                 _log.info("request %r does not arrive: %s", found.request, error, extra={"peer": self.dialogue.peer})
                 found.fail(f"{type(error).__name__}: {error}")
@@ -139,6 +144,14 @@ class Arriving:
         if found.ready:
             self._adopt()
         return False
+
+    def _has_no_room(self, error: Exception) -> None:
+        """Gives the request back to its source. If that is gone nobody else has it: it waits until there is room."""
+        self._look_for_source()  # it may have died since
+        if self.destination.alone:
+            time.sleep(self._timing.repeat_s)
+        else:
+            self.destination.fail(f"{type(error).__name__}: {error}", full=isinstance(error, OutOfBlocks))
 
     def _may_fetch(self, work: policy.Work) -> bool:
         """Whether the budget lets the next piece come now."""
@@ -212,6 +225,9 @@ class Arriving:
         )
         try:
             self._engine.adopt(arrived)
+        except _NO_ROOM as error:
+            self._has_no_room(error)
+            return
         except Exception as error:
             _log.exception("the engine does not go on with request %r", found.request)
             found.fail(f"the engine does not go on with it: {type(error).__name__}: {error}")

@@ -120,7 +120,11 @@ class MigratingEngine(Protocol):
         """
 
     def adopt(self, arrived: Arrived) -> None:
-        """Decodes a request from now on. If this raises it does not, and keeps none of its blocks."""
+        """Decodes a request from now on. If this raises it does not, and keeps none of its blocks.
+
+        OutOfBlocks and Busy say that it has no room: the request goes back to its source, or, if that is gone, this is
+        called again and again until there is.
+        """
 
     def drop(self, request: str, term: Term) -> None:
         """Ends a request that it has in this term, and frees its blocks: its source has taken it back by proof."""

@@ -11,8 +11,9 @@ import weakref
 from collections.abc import Callable
 from typing import Final, Literal, TypeAlias
 
-from kvpool.cluster import Cluster
+from kvpool.cluster import Cluster, MemberEvent
 from kvpool.errors import ClosedError
+from kvpool.policy.migration.recent import Recent
 from kvpool.pool import Pool
 
 __all__ = ["Evidence", "Proof"]
@@ -27,32 +28,38 @@ _PEERS_MAX: Final = 4096  # that are remembered, of those that were met: the lat
 _HERE: Final[weakref.WeakValueDictionary[int, Pool]] = weakref.WeakValueDictionary()  # of this process, by incarnation
 
 
-class _Recent:
-    """Incarnations, the latest ones: a process meets any number of them in its life."""
+class _Departed:
+    """Which incarnations are members of the cluster no more: all that it has listed since this began. Thread-safe.
 
-    def __init__(self) -> None:
-        self._found: dict[int, None] = {}
+    Args:
+        cluster: Says who joins and who is lost.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._lock = threading.Lock()
+        self._found: Recent[int, None] = Recent(_PEERS_MAX)
+        self._watch = cluster.on_change(self._note)
 
     def __contains__(self, incarnation: int) -> bool:
-        return incarnation in self._found
+        with self._lock:
+            return incarnation in self._found
 
-    def __len__(self) -> int:
-        return len(self._found)
+    def close(self) -> None:
+        """Hears of no more. Does not wait. Idempotent."""
+        self._watch.stop()
 
-    def add(self, incarnation: int) -> None:
-        """It is the latest."""
-        self._found.pop(incarnation, None)
-        self._found[incarnation] = None
-        if len(self._found) > _PEERS_MAX:
-            del self._found[next(iter(self._found))]
+    def _note(self, event: MemberEvent) -> None:
+        if event.kind in ("left", "lost"):
+            with self._lock:
+                self._found.put(event.member.incarnation, None)
 
 
 class Evidence:
     """Knows of each peer that takes part in a migration what would prove its end. Thread-safe.
 
     A peer on this host has ended when its process has; one in this process, when its pool was closed. A member of the
-    cluster is fenced when the cluster has given up its incarnation. A lost link proves nothing, and neither does a
-    cluster that cannot be asked.
+    cluster is fenced when the cluster has given up its incarnation, whenever that was met. A lost link proves nothing,
+    and neither does a cluster that cannot be asked.
 
     Args:
         pool: Whose peers.
@@ -65,11 +72,14 @@ class Evidence:
         self._cluster = cluster
         self._gone = gone
         self._lock = threading.Lock()
+        self._closed = False
         self._processes: dict[int, int] = {}  # a pidfd of each incarnation that has not ended
-        self._ended = _Recent()  # whose processes have
-        self._here: dict[int, weakref.ref[Pool] | None] = {}  # incarnations in this process; None: not met yet
-        self._met = _Recent()
-        self._members = _Recent()  # of those, what the cluster has listed
+        self._ended: Recent[int, None] = Recent(_PEERS_MAX)  # whose processes have
+        # Incarnations in this process; None: it has had no migrations so far.
+        self._here: Recent[int, weakref.ref[Pool] | None] = Recent(_PEERS_MAX)
+        self._departed = None if cluster is None else _departed_from(cluster)
+        if self._departed is not None:  # its thread does not outlive what asks
+            weakref.finalize(self, self._departed.close)
         _HERE[pool._incarnation()] = pool
 
     @property
@@ -84,10 +94,10 @@ class Evidence:
             return None
         found: int = info.incarnation
         with self._lock:
-            self._met.add(found)
-            self._listed(found)
             if info.pid == os.getpid():
                 self._meet(found)
+            elif self._closed:
+                pass  # nobody would close its descriptor
             elif info.link.startswith("unix") and found not in self._processes and found not in self._ended:
                 self._close_ended()
                 with contextlib.suppress(OSError):
@@ -106,14 +116,16 @@ class Evidence:
                 pool = self._meet(incarnation)
                 if pool is not None and ((one := pool()) is None or one.closed):
                     return "ended"
-            listed = self._listed(incarnation)
-            fenced = incarnation in self._members and listed is not None and incarnation not in listed
+        fenced = self._is_fenced(incarnation)
         told = self._ask_engine(peer, incarnation)  # it may know that the host is gone: one that is fenced may wake
         return "fenced" if fenced and told is None else told
 
     def close(self) -> None:
         """Frees the descriptors. Idempotent."""
+        if self._departed is not None:
+            self._departed.close()
         with self._lock:
+            self._closed = True
             for process in self._processes.values():
                 os.close(process)
             self._processes.clear()
@@ -123,7 +135,8 @@ class Evidence:
         found = self._here.get(incarnation)
         if found is None:
             pool = _HERE.get(incarnation)
-            found = self._here[incarnation] = None if pool is None else weakref.ref(pool)
+            found = None if pool is None else weakref.ref(pool)
+        self._here.put(incarnation, found)
         return found
 
     def _close_if_ended(self, incarnation: int) -> None:
@@ -131,24 +144,21 @@ class Evidence:
         process = self._processes.get(incarnation)
         if process is not None and _has_ended(process):
             os.close(self._processes.pop(incarnation))
-            self._ended.add(incarnation)
+            self._ended.put(incarnation, None)
 
     def _close_ended(self) -> None:
         for incarnation in list(self._processes):
             self._close_if_ended(incarnation)
 
-    def _listed(self, incarnation: int) -> set[int] | None:
-        """The incarnations that are members now; None if that is not known. Notes whether this one is."""
-        if self._cluster is None:
-            return None
+    def _is_fenced(self, incarnation: int) -> bool:
+        """Whether it was a member, and is one no longer: one that has come back, in another term, can be asked."""
+        if self._cluster is None or self._departed is None or incarnation not in self._departed:
+            return False
         try:
-            found = {member.incarnation for member in self._cluster.members()}
+            return all(member.incarnation != incarnation for member in self._cluster.members())
         except Exception:  # it was closed first, or its directory cannot be reached
             _log.warning("the cluster does not say who its members are", exc_info=True)
-            return None
-        if incarnation in found and incarnation in self._met:
-            self._members.add(incarnation)
-        return found
+            return False
 
     def _ask_engine(self, peer: str, incarnation: int) -> Proof | None:
         if self._gone is None:
@@ -158,6 +168,14 @@ class Evidence:
         except Exception:  # the engine's: no proof
             _log.exception("gone= does not say whether %s is gone", peer, extra={"peer": peer})
             return None
+
+
+def _departed_from(cluster: Cluster) -> _Departed | None:
+    """None if the cluster is closed: then it proves nothing."""
+    try:
+        return _Departed(cluster)
+    except ClosedError:
+        return None
 
 
 def _has_ended(process: int) -> bool:

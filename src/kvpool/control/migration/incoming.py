@@ -124,7 +124,8 @@ class Incoming:
             pass
         elif (kept := self._arrivals.find(said.id)) is not None:
             kept.hear(said)
-            return None if self._end_kept(kept) else kept.says(self._arrivals.next_number())
+            is_over = self._end_kept(kept)  # of one that is dropped the source hears: then it can forget it
+            return None if is_over and kept.state == "released" else kept.says(self._arrivals.next_number())
         elif not self._arrivals.is_new(said):
             return self._arrivals.answer(said)
         elif self._closed or self._moving() >= self._moving_max:

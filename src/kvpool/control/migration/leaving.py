@@ -102,7 +102,7 @@ class Leaving:
             return
         if (proof := self._evidence.of(peer, source.id.destination)) is not None:
             # What it said has died with it, also if it was that it decodes: the request is here.
-            source.gone(f"{peer} is gone: {proof}")
+            source.gone(f"{peer} is gone: {proof}", ended=proof == "ended")
             self._failure = PeerLost(f"{peer} was lost while request {source.request!r} went there", peer=peer)
         for said in heard:
             source.hear(said)

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from kvpool._core import Match
-from kvpool.errors import ClosedError, StaleAddress, StateError
+from kvpool.errors import ClosedError, DeviceLost, PeerLost, StaleAddress, StateError
 from kvpool.policy import migration as policy
 from kvpool.policy.migration.messages import Addresses
 from kvpool.pool import Pool
@@ -20,6 +20,11 @@ __all__ = ["Budget", "Room", "make_room"]
 
 _PIECE_BYTES: Final = 16 << 20  # a foreground transfer, or the stop, waits for no more than one piece
 _PIECE_S: Final = 0.05
+_POOL_IS_LOST: Final = (
+    ClosedError,
+    DeviceLost,
+    PeerLost,
+)  # with all of its blocks: closed, or its GPU or a rank is lost
 
 
 @dataclass
@@ -78,7 +83,7 @@ def _free(pool: Pool, addrs: Addresses) -> Addresses:
         return addrs
     try:
         pool.free(addrs)
-    except ClosedError:
+    except _POOL_IS_LOST:
         pass
     except (StateError, StaleAddress) as error:  # of some: then none was freed
         if len(addrs) == 1:

@@ -39,8 +39,8 @@ class Migrates(Protocol):
 class Carrier:
     """Moves requests away from here, as plans ask. Thread-safe.
 
-    A plan's moves that have not begun are dropped when the next one comes: it was made of what is by now. A request
-    whose move has failed stays for a while.
+    A plan's moves that have not begun are dropped when the next one comes: it was made of what is by now. So what waits
+    here are moves of one plan, never more than fit into a record. A request whose move has failed stays for a while.
 
     Args:
         migrations: Of the pool.
@@ -97,7 +97,11 @@ class Carrier:
             self._queue = deque((move, names[move.destination], lease) for move in free)
             for _ in range(min(self._at_once - len(self._threads), len(self._queue))):
                 thread = threading.Thread(target=self._run, name="kvpool-move", daemon=True)
-                thread.start()  # it waits for the lock; `close` joins only what has started
+                try:
+                    thread.start()  # it waits for the lock; `close` joins only what has started
+                except RuntimeError:  # this process can have no more now: those that run go on, or the next plan's
+                    _log.exception("moves wait for a thread")
+                    break
                 self._threads.add(thread)
 
     def leaving(self) -> dict[str, str]:
@@ -131,9 +135,10 @@ class Carrier:
         try:
             while (found := self._next()) is not None:
                 self._carry_one(*found)
-        finally:  # whatever has happened: another one is started for the next plan
+        except BaseException:  # another one is started for the next plan
             with self._lock:
                 self._threads.discard(threading.current_thread())
+            raise
 
     def _next(self) -> tuple[PlannedMove, str, int] | None:
         """The next move, which begins. None when no move is left: the thread does not count any more then."""

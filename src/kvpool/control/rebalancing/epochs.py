@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -13,6 +12,7 @@ from typing import Final
 from kvpool.control.rebalancing.carrying import Carrier, Migrates
 from kvpool.control.rebalancing.engine import RebalancedEngine
 from kvpool.control.rebalancing.members import KnowsMembers, MemberStates, PublishesState, Said, published
+from kvpool.control.rebalancing.seat import Seat
 from kvpool.control.rebalancing.totals import Tally
 from kvpool.errors import Error, StateError
 from kvpool.policy.rebalancing import (
@@ -21,7 +21,6 @@ from kvpool.policy.rebalancing import (
     Beats,
     EpochPlan,
     InstanceState,
-    PlanBook,
     Planner,
     RunningRequest,
     WaitingRequest,
@@ -52,7 +51,7 @@ class Epochs:
         moves_at_once: So many requests leave here at a time.
         activate: Called at the planner with a number: so many more instances are needed than are members now. Again in
             every epoch until they have joined: an instance that is starting counts.
-        terminate: Called once when this instance has nothing more to do, and is to end.
+        terminate: Called when this instance has nothing more to do, and is to end: once, and again if it has raised.
         changed: Called when `step` has something to do.
         clock: Seconds, of any origin.
     """
@@ -78,9 +77,10 @@ class Epochs:
         if registration is None:
             raise StateError("rebalancing: attach the pool to the cluster first")
         self._registration = registration
+        self.seat = Seat(registration)
         # Not a method: the carrier has it, and one that is dropped without `close` ends at once, before any search for
         # cycles.
-        self._lease = partial(_lease_of, registration)
+        self._lease = partial(_lease_of, registration, self.seat)
         self._instance = registration.instance
         self._migrations = migrations
         self._engine = engine
@@ -104,7 +104,6 @@ class Epochs:
             clock,
         )
         self._members = MemberStates()
-        self._book = PlanBook(self._instance)
         self._plan: EpochPlan | None = None  # the latest that this instance has made, while it is the planner
         self._planned_at = clock()  # so that the others are seen before the first plan
         self._idle_since = clock()
@@ -120,14 +119,11 @@ class Epochs:
         self._logged: set[int] = set()  # whose numbers cannot be
         self._draining = False
         self._terminated = False
-        self._publishing = threading.Lock()  # of the next two
-        self._published: dict[str, object] = {}
-        self._left = False
 
     @property
     def left(self) -> bool:
-        """Whether this instance has left the epochs, or the cluster."""
-        return self._left or self._registration.closed
+        """Whether this has left the epochs or the cluster: also if a later one of the same member has its place."""
+        return self.seat.left or self._registration.closed
 
     @property
     def draining(self) -> bool:
@@ -137,7 +133,7 @@ class Epochs:
     @property
     def plans(self) -> bool:
         """Whether this instance is the planner."""
-        return self._plan is not None
+        return self._plan is not None and not self.left
 
     def drain(self) -> None:
         """From now on this instance takes nothing more; plans move its requests away, and then it ends."""
@@ -158,7 +154,7 @@ class Epochs:
         planner = self._beats.planner({instance: each.beat for instance, each in said.items()}, began)
         if lease is not None and self._is_new(began, lease):
             plan = said[planner].plan if planner in said else None
-            if plan is not None and self._book.accept(plan, planner, [each.state for each in said.values()]):
+            if plan is not None and self.seat.accept(plan, planner, [each.state for each in said.values()]):
                 self._carry_out(plan, said, lease)
             if planner == self._instance:
                 self._plan_if_due(said, began, lease)
@@ -175,16 +171,12 @@ class Epochs:
             self._failing_since = now
         elif now - self._failing_since >= self._silent_s:
             self._plan = None
-            with contextlib.suppress(Error), self._publishing:
-                if self._published and not self._left:
-                    self._registration.publish(rebalancing={})
-                    self._published = {}
+            with contextlib.suppress(Error):
+                self.seat.say({})
 
     def leave(self) -> None:
         """Publishes that this instance takes no part any more, whatever a step that goes on still does."""
-        with self._publishing:
-            self._left = True
-            self._registration.publish(rebalancing={})
+        self.seat.leave()
 
     # ---- what this instance says
 
@@ -212,25 +204,21 @@ class Epochs:
             tuple(WaitingRequest(name, tokens) for name, tokens in waiting.items()),
             self._growth,
             rest,
-            self._book.accepted,
+            self.seat.book.accepted,
             min(int((now - self._idle_since) / self._epoch_s), self._planner.idle_epochs),
             self._draining,
             len(arriving),
         )
 
     def _publish(self, state: InstanceState) -> None:
-        fields = published(state, self._plan, self._beat, self._migrations.totals())
-        with self._publishing:
-            if fields != self._published and not self._left:
-                self._registration.publish(rebalancing=fields)
-                self._published = fields
+        self.seat.say(published(state, self._plan, self._beat, self._migrations.totals()))
 
     # ---- what it does
 
     def _strange(self, said: dict[int, Said]) -> set[int]:
         """Instances that take no part, whatever they say: their numbers would end all plans. Logged once."""
         numbers = {each: max(one.state.last, one.plan.number if one.plan else NO_PLAN) for each, one in said.items()}
-        found = self._book.strange(numbers)
+        found = self.seat.book.strange(numbers)
         for instance in found - self._logged:
             why = "its plans have numbers that cannot be"
             _log.warning("instance %d is left out: %s", instance, why, extra={"member": said[instance].name})
@@ -239,7 +227,7 @@ class Epochs:
 
     def _is_new(self, began: float, lease: int) -> bool:
         """Whether what was read in a step counts: the others have not given this instance up since the step began."""
-        return self._lease() == lease and self._clock() - began < self._step_max_s and not self._left
+        return self._lease() == lease and self._clock() - began < self._step_max_s and not self.seat.left
 
     def _count_epoch(self, now: float) -> None:
         """Goes on with its beat, once an epoch. One whose plans come too late lets the next member plan."""
@@ -268,9 +256,8 @@ class Epochs:
             self.tally.count("placed")
         if duties.ends:
             self._draining = True
-            if not self._terminated:
-                self._terminated = True
-                self._call("terminate", self._terminate)
+            if not self._terminated:  # one that raises is called again: the planner asks until this has gone
+                self._terminated = self._call("terminate", self._terminate)
 
     def _plan_if_due(self, said: dict[int, Said], began: float, lease: int) -> None:
         """Makes a plan for all, once an epoch, and carries out its own part."""
@@ -281,7 +268,7 @@ class Epochs:
         self._planned_at = now
         self._late = True  # until there is a plan: if none can be made, the next member is to plan
         states = [self._state(said), *(each.state for each in said.values())]
-        number = self._book.next_number(states)
+        number = self.seat.book.next_number(states)
         plan = self._planner.plan(states, number, self._instance)
         self._late = not self._is_new(began, lease)
         if self._late:  # it was stopped meanwhile: another one plans, or has planned
@@ -292,9 +279,9 @@ class Epochs:
         # Where another one has planned since, nobody accepts what this one has asked for before: it asks anew.
         if self._plan is None or number.term > self._plan.number.term or not plan.asks_the_same(self._plan):
             self._plan = plan
-            self._book.made(number)
+            self.seat.book.made(number)
             self.tally.count("plans_made")
-            if self._book.accept(plan, self._instance):
+            if self.seat.accept(plan, self._instance):
                 self._carry_out(plan, said, lease)
         if plan.starts and self._activate is not None:
             self._call("activate", partial(self._activate, plan.starts))
@@ -307,18 +294,20 @@ class Epochs:
         follow = [each.state.last for each in said.values()]
         return any(last < number and number.epoch - last.epoch <= self._planner.behind_max for last in follow)
 
-    def _call(self, what: str, call: Callable[[], object] | None) -> None:
-        if call is None:
-            return
+    def _call(self, what: str, call: Callable[[], object] | None) -> bool:
+        """Calls the application, if it wants that. Whether it has not raised."""
         try:
-            call()
+            if call is not None:
+                call()
         except Exception:
             _log.exception("the application failed to %s", what)
+            return False
+        return True
 
 
-def _lease_of(registration: PublishesState) -> int | None:
-    """Which of its leases an instance has: one that it has regained is another. None: it has none."""
-    return registration.leases_lost if registration.lease_valid() else None
+def _lease_of(registration: PublishesState, seat: Seat) -> int | None:
+    """Which of its leases an instance has: one that it has regained is another. None: it has none, or has left."""
+    return registration.leases_lost if registration.lease_valid() and not seat.left else None
 
 
 def _named(requests: Iterable[tuple[str, int]]) -> tuple[dict[str, int], int]:

@@ -11,6 +11,7 @@ from kvpool.cluster import Member
 from kvpool.control.migration import MigrationTotals
 from kvpool.errors import ArgumentError
 from kvpool.policy.rebalancing import EpochPlan, InstanceState, plan_from, plan_json, state_from, state_json
+from kvpool.policy.rebalancing.fields import UNREADABLE, count_in
 
 __all__ = ["KnowsMembers", "MemberStates", "MoveCounts", "PublishesState", "Said", "moves_of", "published"]
 
@@ -123,8 +124,8 @@ def moves_of(member: Member) -> MoveCounts | None:
     said = _said(member)
     try:
         by_kv, by_tokens, failed = member.rebalancing["moved"]
-        counts = [int(each) for each in (by_kv, by_tokens, failed)]
-    except (KeyError, TypeError, ValueError):
+        counts = [count_in(each) for each in (by_kv, by_tokens, failed)]
+    except UNREADABLE:
         return None
     return None if said is None else MoveCounts(sum(bool(each.to) for each in said.state.running), *counts)
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import Final, get_args
+from typing import get_args
 
 from kvpool.cluster import Cluster
 from kvpool.control.migration import Migrations
 from kvpool.control.rebalancing.engine import RebalancedEngine
 from kvpool.control.rebalancing.epochs import Epochs
-from kvpool.control.rebalancing.members import PublishesState
+from kvpool.control.rebalancing.seat import Seat
 from kvpool.control.rebalancing.totals import RebalancingTotals
 from kvpool.errors import ArgumentError, Error, StateError
 from kvpool.policy.rebalancing import SCHEDULERS, Planner, PolicyName
@@ -24,15 +23,12 @@ __all__ = ["Rebalancer"]
 _log = logging.getLogger("kvpool.rebalancing")
 
 
-# The thread of the rebalancer that speaks for each member: the latest.
-_SPEAKERS: Final[weakref.WeakKeyDictionary[PublishesState, threading.Thread]] = weakref.WeakKeyDictionary()
-
-
 class Rebalancer:
     """Takes part in the epochs of a cluster: its requests move, begin and end where one plan of all instances says.
 
     The live member with the lowest id plans; another takes over when it dies, or does not plan any more. Each instance
-    has one of these, with equal settings. A context manager; thread-safe.
+    has one of these, with equal settings; a later one of the same member takes the place of an earlier one, which then
+    plans, publishes and begins nothing more. A context manager; thread-safe.
 
     Args:
         migrations: Of the pool: they carry out the moves.
@@ -93,12 +89,14 @@ class Rebalancer:
         )
         wake = self._wake
         self._watch = cluster.on_change(lambda event: wake.set())
-        registration = cluster.registration
-        assert registration is not None, "else Epochs has raised"
-        args = weakref.ref(self._epochs), weakref.ref(registration), self._wake, self._stop, epoch_s
+        args = weakref.ref(self._epochs), self._epochs.seat, self._wake, self._stop, epoch_s
         self._thread = threading.Thread(target=_run, args=args, name="kvpool-rebalancing", daemon=True)
-        _SPEAKERS[registration] = self._thread
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # this process can have no more threads
+            self._watch.close()
+            self._epochs.seat.abandon()
+            raise
 
     def totals(self) -> RebalancingTotals:
         """What became of plans so far."""
@@ -156,19 +154,16 @@ def _planner(policy: PolicyName | Planner) -> Planner:
 
 def _run(
     epochs: weakref.ref[Epochs],
-    registration: weakref.ref[PublishesState],
+    seat: Seat,
     wake: threading.Event,
     stop: threading.Event,
     epoch_s: float,
 ) -> None:
-    """Steps a few times an epoch, and when something has changed; until it is to stop or its owner is gone."""
-    while not stop.is_set():
+    """Steps a few times an epoch, and when something has changed; until it is to stop, or has left, or is dropped."""
+    while not stop.is_set() and not seat.left:
         strong = epochs()
         if strong is None:  # its owner has dropped it without `close`: nobody is to wait for its plans
-            member = registration()
-            if member is not None and _SPEAKERS.get(member) is threading.current_thread():
-                with contextlib.suppress(Error):
-                    member.publish(rebalancing={})
+            seat.abandon()
             return
         try:
             strong.step()

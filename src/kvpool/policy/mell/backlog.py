@@ -13,6 +13,10 @@ No move waits forever. The oldest moves get the boundaries first; a move that is
 parts over several; and if a move finds no room for `patience` epochs, because requests grew at their source, its
 requests are stopped, which makes room, and prefilled at their destination. A move that no link and no computation can
 carry waits until one can, or until its requests have ended.
+
+While nothing can carry what waits, plans go on, and a request that has not gone to one GPU is to go on to another. So
+a backlog has a bound: `chain_max` moves for each request that runs. Beyond it each request gets one move, from where it
+is to where the latest plan wants it. Such moves may wait for each other's room in a circle, which patience ends.
 """
 
 from __future__ import annotations
@@ -67,19 +71,21 @@ class Backlog:
     Not thread-safe.
     """
 
-    def __init__(self, patience: int = 8) -> None:
+    def __init__(self, patience: int = 8, chain_max: int = 8) -> None:
         """Nothing waits.
 
         Args:
             patience: The requests of a move are stopped after this many epochs in which it had no room, and nothing
                 arrived at or left its destination, or waited there only for a boundary.
+            chain_max: So many moves wait for each request that runs; of more, each request gets one instead.
 
         Raises:
-            ArgumentError: It is below 1.
+            ArgumentError: One of them is below 1.
         """
-        if patience < 1:
-            raise ArgumentError(f"a patience of {patience} epochs; it must be 1 or more")
+        if min(patience, chain_max) < 1:
+            raise ArgumentError(f"a patience of {patience} epochs, {chain_max} moves a request: 1 or more of both")
         self._patience = patience
+        self._chain_max = chain_max
         self._waiting: list[_Waiting] = []  # in the order of the plans
         self._numbers = count()
 
@@ -145,6 +151,8 @@ class Backlog:
         self._check(moves, sizes)
         self._refresh(sizes)
         self._add_all(moves, sizes)
+        if len(self._waiting) > self._chain_max * len(sizes):
+            self._waiting = self._netted(sizes)
         epoch = _Epoch(self._waiting, Budgets(boundaries, batches), free, fit)
         stuck = epoch.stuck(epoch.make_all())
         self._waiting = epoch.waiting
@@ -193,6 +201,30 @@ class Backlog:
             last_of.update(dict.fromkeys(move.requests, new))
             last_to[new.move.destination] = new.number
         self._waiting = list(waiting.values())
+
+    def _netted(self, sizes: Mapping[RequestId, int]) -> list[_Waiting]:
+        """One move for requests that wait for the same moves: from the source of the first to where the last leads."""
+        chains: dict[RequestId, list[_Waiting]] = {}
+        for each in self._waiting:
+            for request in each.move.requests:
+                chains.setdefault(request, []).append(each)
+        together: dict[tuple[int, ...], list[RequestId]] = {}
+        for request, chain in chains.items():
+            together.setdefault(tuple(each.number for each in chain), []).append(request)
+        found = []
+        for requests in together.values():
+            chain = chains[requests[0]]
+            first, to = chain[0], chain[-1].move.destination
+            if first.move.source == to and not first.stopped:
+                continue  # it stays
+            move = _of(Move(tuple(requests), first.move.source, to, 0), requests, sizes)
+            new = _Waiting(move, next(self._numbers), first.epochs, first.stuck, stopped=first.stopped)
+            if len(chain) == 1 and len(requests) == len(first.move.requests):
+                new.way, new.carried = first.way, first.carried
+            elif first.stopped:
+                new.way = Way.TOKENS
+            found.append(new)
+        return found
 
 
 class _Epoch:

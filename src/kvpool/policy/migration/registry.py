@@ -5,7 +5,10 @@ Two rules:
 R1  A number that a destination has heard of is used up: if it does not know what became of it, it has failed it, for
     ever, or until thousands of other incarnations have been heard since its source was. It never forgets what is
     decoded here before its source has let it go, or was proved to be gone.
-R2  A source forgets only what has ended, and remembers which of these it took back by proof.
+R2  A source forgets only what has ended. Of these it remembers the ones that it took back from an incarnation that may
+    wake up and ask, until that one has confirmed that it has dropped the request. Beyond thousands of them it forgets
+    the earliest, and says nothing any more about migrations up to those: the destination keeps what it has, in a term
+    that readers drop.
 """
 
 from __future__ import annotations
@@ -16,12 +19,14 @@ from typing import Final
 
 from kvpool.policy.migration.destination import Destination
 from kvpool.policy.migration.messages import DestinationSays, MigrationId, SourceSays
+from kvpool.policy.migration.recent import Recent
 from kvpool.policy.migration.source import Source
 
 __all__ = ["Arrivals", "Departures"]
 
 _ANSWERS: Final = 1 << 62  # above the numbers of a migration's own messages
 _SOURCES_MAX: Final = 4096  # whose numbers are remembered: those that were heard last
+_TAKEN_BACK_MAX: Final = 4096  # that are remembered: those that were taken back last
 _WINDOW: Final = 256  # offers of one source may overtake each other by so many numbers
 
 
@@ -56,7 +61,8 @@ class Departures:
         self._numbers = itertools.count(1)
         self._answers = itertools.count(_ANSWERS)
         self._under_way: dict[MigrationId, Source] = {}
-        self._taken_back: set[MigrationId] = set()  # for ever: each is asked about by a destination that wakes
+        self._taken_back: Recent[MigrationId, None] = Recent(_TAKEN_BACK_MAX)  # a destination that wakes asks
+        self._silent_to = 0  # the highest number of those that were forgotten
 
     def next_id(self, destination: int) -> MigrationId:
         """The name of a migration that begins."""
@@ -71,7 +77,9 @@ class Departures:
         if source.ended:
             self._under_way.pop(source.id, None)
         if source.by_proof:
-            self._taken_back.add(source.id)
+            forgotten = self._taken_back.put(source.id, None)
+            if forgotten is not None:
+                self._silent_to = max(self._silent_to, forgotten.number)
 
     def find(self, id: MigrationId) -> Source | None:
         """A migration that is under way."""
@@ -79,11 +87,18 @@ class Departures:
 
     def answer(self, said: DestinationSays) -> SourceSays | None:
         """What to say about a migration that is not under way any more; None: nothing."""
-        if said.id.source != self._incarnation or said.phase == "failed" or said.id in self._under_way:
+        if said.id.source != self._incarnation or said.id in self._under_way:
+            return None
+        if said.phase == "failed":  # for ever: it does not ask again
+            self._taken_back.discard(said.id)
             return None
         if said.phase == "moving":
             return SourceSays(said.id, next(self._answers), "cancelled")
-        return SourceSays(said.id, next(self._answers), "revoked" if said.id in self._taken_back else "released")
+        if said.id in self._taken_back:
+            return SourceSays(said.id, next(self._answers), "revoked")
+        if said.id.number <= self._silent_to:  # to let it go would be wrong if it was taken back
+            return None
+        return SourceSays(said.id, next(self._answers), "released")
 
 
 class Arrivals:
@@ -97,7 +112,7 @@ class Arrivals:
         self._incarnation = incarnation
         self._numbers = itertools.count(1)
         self._under_way: dict[MigrationId, Destination] = {}
-        self._used: dict[int, _Used] = {}  # numbers of each source
+        self._used: Recent[int, _Used] = Recent(_SOURCES_MAX)  # numbers of each source
         self._kept: dict[MigrationId, Destination] = {}  # decoded here; their sources have not let them go
 
     def next_number(self) -> int:
@@ -114,10 +129,8 @@ class Arrivals:
 
     def _used_of(self, source: int) -> _Used:
         """The numbers of a source, which is the latest heard. What thousands of others have followed is gone by now."""
-        found = self._used.pop(source, None) or _Used()
-        self._used[source] = found
-        if len(self._used) > _SOURCES_MAX:
-            del self._used[next(iter(self._used))]
+        found = self._used.get(source) or _Used()
+        self._used.put(source, found)
         return found
 
     def begin(self, offer: SourceSays, make: Callable[[SourceSays], Destination]) -> Destination:

@@ -35,7 +35,7 @@ class Source:
         state: See above.
         heard: What the destination said last; None before its first word.
         why: In `back`, why it stays here.
-        by_proof: In `back`: the destination may have decoded it, and its incarnation is gone.
+        by_proof: In `back`: the destination may have decoded it, and its incarnation is fenced: it may wake up and ask.
 
     Args:
         id: Of the migration.
@@ -161,10 +161,15 @@ class Source:
         if self.state == "handed":
             self.state = "withdrawn"
 
-    def gone(self, why: str) -> None:
-        """There is proof that the destination's incarnation is gone or fenced."""
+    def gone(self, why: str, *, ended: bool) -> None:
+        """There is proof that the destination's incarnation is gone.
+
+        Args:
+            why: What is the proof.
+            ended: Its process has ended; otherwise it is only fenced, and may wake up and ask.
+        """
         if not self.ended:
-            self.by_proof = not self.may_cancel
+            self.by_proof = not (self.may_cancel or ended)
             self._go_on(why)
 
     def says(self) -> SourceSays:

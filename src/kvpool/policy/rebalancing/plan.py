@@ -50,7 +50,7 @@ class Placement(NamedTuple):
     destination: int
 
 
-_Row = TypeVar("_Row", PlannedMove, Placement)
+_Row = TypeVar("_Row", PlannedMove, Placement, int)
 
 
 @dataclass(frozen=True)
@@ -88,21 +88,23 @@ class EpochPlan:
         return mine == theirs and not (self.moves or self.placed or self.ends)
 
     def within(self, bytes_max: int = PLAN_BYTES_MAX) -> EpochPlan:
-        """The same plan with as many of its moves and placements as fit into so many bytes: the others wait.
+        """The same plan with as many of its moves, placements and ends as fit into so many bytes: the others wait.
 
-        Each of the two has half of the room, and what the other leaves.
+        Ends have an eighth of the room at most. Of the rest moves and placements have half each, and what the other
+        leaves.
         """
         if len(json.dumps(plan_json(self), separators=(",", ":"))) <= bytes_max:
             return self
-        room = bytes_max - 256
+        ends = _first(self.ends, (bytes_max - 256) // 8)
+        room = bytes_max - 256 - sum(map(_size, ends))
         # Moves empty what drains or overflows; a long queue is not to keep them waiting, nor they the queue.
         moves = _first(self.moves, max(room // 2, room - sum(map(_size, self.placed))))
         placed = _first(self.placed, room - sum(map(_size, moves)))
         deferred = self.deferred + len(self.moves) - len(moves)
-        return EpochPlan(self.number, self.planner, moves, placed, self.starts, self.ends, deferred)
+        return EpochPlan(self.number, self.planner, moves, placed, self.starts, ends, deferred)
 
 
-def _size(row: PlannedMove | Placement) -> int:
+def _size(row: PlannedMove | Placement | int) -> int:
     return len(json.dumps(row)) + 1
 
 
