@@ -270,7 +270,7 @@ MULTIPLEXING_BUGS: Final = (
         "shares-beyond-the-mesh",
         "policy",
         "decode jobs whose shares exceed the mesh take turns, where they could run beside each other",
-        in_python("policy/multiplexing/search.py", "    if sum(shares) > 1:\n", "    if False:\n"),
+        in_python("policy/multiplexing/search.py", "bound = min if sum(shares) > 1 else max", "bound = max"),
         _PLACEMENT,
         build="python",
     ),

@@ -1,6 +1,6 @@
 """MuxServe's Figure 9: management of compute, then of memory, switched on one after the other, over alpha.
 
-Four models on one mesh of four GPUs. First temporal multiplexing, first come, first served, with an equal part of the
+Four models on one mesh of four GPUs. First temporal multiplexing, step by step, with an equal part of the
 memory for each model; then ADBS runs prefill and decode beside each other, in the same partitions; then one cache for
 all, with quotas that adapt. Rates are scaled so that the mesh is loaded about equally for each alpha.
 """
@@ -27,7 +27,7 @@ _ALPHAS = (0.7, 1.3, 2.1)
 _TOTAL = 28.0  # requests a second
 _SLO, _GOAL = 8.0, 1.1
 _STEPS: dict[str, tuple[Scheduler, Sharing]] = {
-    "neither": (mux.FCFS(), "partitioned"),
+    "neither": (mux.Temporal(), "partitioned"),
     "compute": (mux.ADBS(), "partitioned"),
     "compute and memory": (mux.ADBS(), "unified"),
 }

@@ -71,6 +71,7 @@ class MeshMemory:
             )
             for model in models
         }
+        self._demands = demands if any(demands.values()) else None
         together = sum(demands.values())
         wanted = {name: capacity * each / together if together else 1.0 for name, each in demands.items()}
         self.quotas = mux.first_quotas(capacity, self.tier.rules, wanted)  # in proportion, whatever requests take
@@ -132,7 +133,9 @@ class MeshMemory:
         """Lets quotas follow what models use and what their waiting requests ask for."""
         seen = {name: mux.Seen(self.used(name), backlog) for name, backlog in backlogs.items()}
         tier = self.tier
-        self.quotas = mux.adapt(self.quotas, tier.capacity, tier.rules, seen, now_s - self._adapted_s)
+        self.quotas = mux.adapt(
+            self.quotas, tier.capacity, tier.rules, seen, now_s - self._adapted_s, None, self._demands
+        )
         self._adapted_s = now_s
 
     def check(self) -> None:

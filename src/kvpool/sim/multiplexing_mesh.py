@@ -29,7 +29,7 @@ _ADAPT_S: Final = 1.0
 
 
 class Scheduler(Protocol):
-    """`ADBS`, `FCFS` or `RoundRobin`."""
+    """`ADBS`, or one of those that it is compared with."""
 
     def step(self, state: mux.State) -> list[mux.Job]:
         """The jobs to start now."""

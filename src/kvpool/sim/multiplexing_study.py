@@ -79,7 +79,7 @@ class Design:
 DESIGNS: Final = (
     Design("muxserve", mux.place, mux.ADBS()),
     Design("spatial", mux.spatial, mux.FCFS()),
-    Design("temporal", mux.place, mux.FCFS()),
+    Design("temporal", mux.place, mux.Temporal()),
 )
 
 
@@ -281,4 +281,4 @@ def _resident(model: mux.ServedModel, placed: mux.Placed) -> Resident:
     times = model.timing
     if not isinstance(times, JobTimes):
         raise ArgumentError(f"{model.name!r} has times of {type(times).__name__}: a simulation needs JobTimes")
-    return Resident(model, times, placed.share, max(placed.share, model.prefill_share))
+    return Resident(model, times, placed.share, model.prefill_share)

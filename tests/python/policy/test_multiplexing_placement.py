@@ -117,6 +117,17 @@ def check(placement, models, machines):
         assert each.unmet == (each.throughput < by_name[each.model].rate * (1 - 1e-6))
 
 
+@settings(max_examples=15)
+@given(workloads())
+def test_placement_serves_no_less_than_models_by_themselves(models):
+    """Found by a simulation: of 19 models on 32 GPUs it served less than spatial partitioning, by its own estimate."""
+    try:
+        apart = mux.spatial(models, FOUR)
+    except OutOfMemory:
+        return
+    assert searched(models, FOUR).throughput >= apart.throughput * (1 - 1e-9)
+
+
 def test_a_popular_model_shares_with_an_unpopular_one_rather_than_with_a_popular_one():
     rates = {"hot": 20.0, "warm": 18.0, "cold": 0.1, "icy": 0.1}
     models = [served(name, rate, tp_degrees=(1,)) for name, rate in rates.items()]
@@ -156,19 +167,20 @@ def test_an_unmet_rate_takes_no_share_that_serves_hardly_more():
 
 def test_shares_of_a_unit_fill_the_mesh_and_no_more():
     assert levelled([0.4, 0.2, 0.1]) == pytest.approx([0.4, 0.3, 0.3])
-    assert levelled([0.1]) == [0.4]  # more makes decode hardly faster
+    assert levelled([0.1]) == pytest.approx([1.0])
     assert levelled([0.9, 0.05]) == pytest.approx([0.9, 0.1])
     assert levelled([0.8, 0.7, 0.1]) == pytest.approx([0.45, 0.45, 0.1])
-    assert levelled([1.0]) == [1.0]
+    assert levelled([1.0]) == pytest.approx([1.0])
     models = [served(name, rate, tp_degrees=(1,)) for name, rate in {"a": 6.0, "b": 0.1}.items()]
     (unit,) = mux.place(models, Machines(1, 1, 80 * GIB)).units
-    assert [each.share for each in unit.models] == pytest.approx([0.4, 0.4])
+    assert [each.share for each in unit.models] == pytest.approx([0.5, 0.5])
 
 
 @given(st.lists(st.integers(1, 10), min_size=1, max_size=9))
 def test_levelled_shares_never_exceed_the_mesh(tenths):
     shares = [each / 10 for each in tenths]
     found = levelled(shares)
+    assert sum(found) == pytest.approx(1)
     assert sum(found) <= 1 + 1e-9
     assert all(share > 0 for share in found)
     if sum(shares) <= 1:

@@ -226,6 +226,17 @@ def test_fcfs_batches_continuously_within_the_model_of_the_oldest_request():
     assert mux.FCFS().step(State([state.models[0], misfit], 100)) == [Job("b", "prefill", (4,), 1.0)]
 
 
+def test_temporal_multiplexing_gives_each_model_a_step_in_turn():
+    state = State([model("a", [5], [0]), model("b", [], [0]), model("c", [500], [0])], 100)
+    ran = []
+    for _ in range(4):
+        jobs = mux.Temporal().step(state)
+        ran += [(job.model, job.phase, job.share) for job in jobs]
+        assert mux.Temporal().step(mux.started(state, jobs)) == []  # one at a time
+        state = replace(state, turns=mux.started(state, jobs).turns)
+    assert ran == [("a", "prefill", 1.0), ("b", "decode", 1.0), ("c", "decode", 1.0), ("a", "prefill", 1.0)]
+
+
 def test_round_robin_gives_each_model_one_job_and_waits_for_whose_turn_it_is():
     state = State([model("a", [5], [0]), model("b", [], [0]), model("c", [5], decode_share=0.1)], 100)
     jobs = mux.RoundRobin().step(state)

@@ -128,6 +128,21 @@ def test_a_stopped_request_is_computed_again_and_ends():
     assert one.counts.computed > 64  # and what it had made by then
 
 
+def test_room_for_growth_spares_requests_that_are_stopped():
+    """Forty requests that grow from one block to five, in memory for twelve of them."""
+    stopped = {}
+    for growth in (True, False):
+        models = [resident("a")]
+        memory = MeshMemory(60, [models[0].served], growth=growth)
+        assert memory.view("a")["block"] == int(growth)
+        loop = Loop()
+        one = Mesh(models, 1, mux.ADBS(), memory, loop)
+        run((one, loop), [Request("a", 0.1 * at, 16, 64) for at in range(40)])
+        assert one.counts.ended == 40
+        stopped[growth] = one.counts.stopped
+    assert stopped[True] < stopped[False] / 2
+
+
 def test_a_request_that_could_never_end_is_refused():
     made = mesh([resident("a"), resident("b")], units=10, sharing="partitioned")
     fits, large = Request("a", 0.0, 40, 41), Request("a", 0.0, 40, 42)  # five units hold 80 tokens
@@ -196,6 +211,7 @@ def test_a_scheduler_that_stands_still_is_an_error():
 # ---- nothing is lost
 
 SCHEDULERS = {"ADBS": mux.ADBS(), "plain": mux.ADBS(stretch=False), "FCFS": mux.FCFS(), "turns": mux.RoundRobin()}
+SCHEDULERS["temporal"] = mux.Temporal()
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool import ArgumentError
+from kvpool import ArgumentError, OutOfMemory
 from kvpool.policy import multiplexing as mux
 from kvpool.sim.multiplexing_mesh import Request
 from kvpool.sim.multiplexing_study import (
@@ -148,15 +148,26 @@ def test_designs_serve_everything_at_a_low_rate():
         assert outcome.attainment(8.0) == 1.0
 
 
+def test_all_models_together_have_one_mesh_and_its_compute():
+    models = served_models(["llama-2-7b", "llama-2-13b"], [5.0, 1.0])
+    (unit,) = mux.together(models, machines(1, 4)).units
+    assert unit.gpus == 4
+    assert [placed.model for placed in unit.models] == [model.name for model in models]
+    assert sum(placed.share for placed in unit.models) == pytest.approx(1.0)
+    with pytest.raises(OutOfMemory):
+        mux.together(served_models(["llama-65b", "llama-65b"], [1.0, 1.0]), machines(1, 2))
+
+
 def test_spatial_partitioning_gives_each_model_gpus_of_its_own_and_the_busiest_more():
     models = served_models(["llama-2-7b", "llama-2-7b", "llama-2-13b"], [40.0, 0.5, 0.2])
     found = mux.spatial(models, machines(1, 4))
     assert all(len(unit.models) == 1 for unit in found.units)
     sizes = {unit.models[0].model: unit.gpus for unit in found.units}
     assert sizes == {models[0].name: 2, models[1].name: 1, models[2].name: 1}
-    assert all(placed.share == 1.0 for unit in found.units for placed in unit.models)
-    with pytest.raises(ArgumentError, match="powers of two"):
-        mux.spatial(models, machines(1, 6))
+    assert all(placed.share == pytest.approx(1.0) for unit in found.units for placed in unit.models)
+    assert sum(unit.gpus for unit in mux.spatial(models, machines(1, 6)).units) == 4  # cut as a node of four
+    with pytest.raises(OutOfMemory):
+        mux.spatial(models, machines(1, 2))
 
 
 @given(st.lists(st.sampled_from([0.1, 1.0, 5.0, 20.0]), min_size=2, max_size=4))

@@ -9,7 +9,7 @@
     admit, reclaim              whether a model may grow, and whose historical units make room
     Quotas, first_quotas, adapt quotas that follow moving averages of use and backlog
     fairness                    eq. 2, over backlogged models
-    ADBS, FCFS, RoundRobin      step(state) -> [Job(model, phase, requests, share)]
+    ADBS, and others            step(state) -> [Job(model, phase, requests, share)]
     State, ModelQueues, Waiting what they see; `started` is the state after a step
     misfits                     prompts that an engine should refuse: no scheduler can start them
     preemption                  whose request an engine should stop when nothing can go on
@@ -21,7 +21,7 @@ Everything here is pure: data in, plans out. docs/internals/multiplexing.md says
 """
 
 from kvpool.policy.multiplexing.adbs import ADBS, preemption
-from kvpool.policy.multiplexing.baselines import FCFS, RoundRobin
+from kvpool.policy.multiplexing.baselines import FCFS, RoundRobin, Temporal
 from kvpool.policy.multiplexing.divisions import by_rate, spatial, together
 from kvpool.policy.multiplexing.estimate import (
     BATCH_MAX,
@@ -88,6 +88,7 @@ __all__ = [
     "State",
     "StepFit",
     "StepSample",
+    "Temporal",
     "Tier",
     "Timing",
     "Trend",

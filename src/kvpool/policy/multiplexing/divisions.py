@@ -3,62 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Final
 
-from kvpool.errors import ArgumentError
-from kvpool.policy.multiplexing.estimate import SHARES, Machines, ServedModel, estimate_unit
+from kvpool.policy.multiplexing.estimate import SHARES, Machines, ServedModel
 from kvpool.policy.multiplexing.search import Placement, Search
 
 __all__ = ["by_rate", "spatial", "together"]
-
-_MORE_THAN_ANY: Final = 1e12  # requests a second: a rate that no GPUs serve
 
 
 def spatial(models: Sequence[ServedModel], machines: Machines) -> Placement:
     """Spatial partitioning: each model has GPUs that it shares with no other, and all of their compute.
 
-    The best such division by the estimator that `place` goes by: it serves most, and of those that serve as much, the
-    one whose GPUs are least busy, so that GPUs that are left over go where there is most to do.
+    The best such division by the estimator that `place` goes by; GPUs that are left over go where there is most to do.
 
     Raises:
-        ArgumentError: As `place`; or a node has a number of GPUs that is no power of two.
+        ArgumentError: As `place`.
         OutOfMemory: The GPUs do not suffice for all models.
     """
-    if machines.gpus & (machines.gpus - 1):
-        raise ArgumentError(f"nodes of {machines.gpus} GPUs: only powers of two can be divided without a gap")
     search = Search(models, machines, (1.0,))
-    total = machines.nodes * machines.gpus
-    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}  # by GPUs that are used
-    for at, model in enumerate(models):
-        after: dict[int, tuple[float, float, tuple[int, ...]]] = {}
-        for used, (served, minus_busy, sizes) in best.items():
-            for size in search.candidates[at]:
-                if used + size > total:
-                    continue
-                most = _most(model, size, machines)
-                option = (
-                    served + min(model.rate, most),
-                    minus_busy - model.rate / most,
-                    (*sizes, size),
-                )
-                if used + size not in after or option > after[used + size]:
-                    after[used + size] = option
-        best = after
-    if not best:
+    found = search.apart()
+    if found is None:
         raise search.too_large()
-    sizes = max(best.values(), key=lambda each: (round(each[0], 9), each[1]))[2]
-    order = sorted(range(len(models)), key=lambda at: -sizes[at])
-    assigned = [0] * len(models)
-    for mesh, at in enumerate(order):
-        assigned[at] = mesh
-    return search.placement(tuple(sizes[at] for at in order), assigned)
-
-
-def _most(model: ServedModel, size: int, machines: Machines) -> float:
-    """Requests a second that a model serves at most on GPUs that it shares with no other."""
-    unit = estimate_unit([replace(model, rate=_MORE_THAN_ANY)], size, (1.0,), machines)
-    return unit.throughputs[0] if unit is not None else 0.0
+    return search.placement(*found)
 
 
 def by_rate(models: Sequence[ServedModel], machines: Machines, shares: Sequence[float] = SHARES) -> Placement:

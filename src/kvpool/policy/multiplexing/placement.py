@@ -6,8 +6,8 @@ left out if weights and a request of each model do not fit; a rate that is not m
 one with the lowest load is taken. Each group is tried in three orders: by computation, as printed; by size, because the
 first may end with a large model that fits nowhere; and the smallest computation first, so that a model that no GPUs can
 serve comes last, where it harms least. A packing by memory alone, best fit decreasing, is one more start: it fits where
-none of the three does. Then models of the best results move and change places while that serves more. Where there are
-few assignments, all are tried.
+none of the three does; and so is the best placement in which each model is by itself. Then models of the best results
+move and change places while that serves more. Where there are few assignments, all are tried.
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ def place(models: Sequence[ServedModel], machines: Machines, shares: Sequence[fl
             starts = [*(search.greedy(group, order) for order in search.orders), search.packed(group)]
             placed = [found for found in starts if found is not None]
             results.update({(group, tuple(assigned)): search.value(group, assigned) for assigned in placed})
+    if (apart := search.apart()) is not None:
+        results[apart[0], tuple(apart[1])] = search.value(*apart)
     if not results:
         raise search.too_large()
     first = sorted(results, key=results.__getitem__, reverse=True)[: max(4, _IMPROVED // len(models))]

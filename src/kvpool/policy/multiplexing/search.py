@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import Final, NamedTuple
 
 from kvpool.errors import ArgumentError, OutOfMemory
 from kvpool.policy.multiplexing.estimate import Candidate, Machines, ServedModel, Unit, candidates, estimate_unit
-from kvpool.policy.multiplexing.timing import BANDWIDTH_SHARE
 
 __all__ = ["Placed", "PlacedUnit", "Placement", "Search", "levelled"]
 
 _MORE: Final = 1e-9
+_MORE_THAN_ANY: Final = 1e12  # requests a second: a rate that no GPUs serve
 _HALVINGS: Final = 40
 
 
@@ -110,9 +110,8 @@ class Search:
         """Of models on a mesh: those of their candidates, changed so that they fill the mesh and no more.
 
         Algorithm 2 takes the smallest share that serves a rate, with as large a batch as that takes; and a large batch
-        takes memory that all models of the unit lack. So compute that is left goes to the smallest shares, up to
-        BANDWIDTH_SHARE: beyond it decode becomes hardly faster. Where there is too little, the largest are cut: jobs
-        that read run better beside each other than in turns.
+        takes memory that all models of the unit lack. So compute that is left goes to the smallest shares. Where there
+        is too little, the largest are cut: jobs that read run better beside each other than in turns.
         """
         return levelled([self.candidates[at][size].share for at in members])
 
@@ -169,6 +168,40 @@ class Search:
             assigned[at] = min(fits, key=left.__getitem__)
             left[assigned[at]] -= needed
         return assigned
+
+    def apart(self) -> tuple[tuple[int, ...], list[int]] | None:
+        """Meshes and an assignment by which each model is by itself; None if the GPUs do not suffice.
+
+        The best such: it serves most, and of those that serve as much, the one whose GPUs are least busy, so that GPUs
+        that are left over go where there is most to do. Nodes whose GPUs are no power of two are cut as if they were
+        the next smaller one.
+        """
+        node = 1 << (self.machines.gpus.bit_length() - 1)
+        best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}  # by GPUs that are used
+        for at, model in enumerate(self.models):
+            after: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+            most = {size: self._most(at, size) for size in self.candidates[at] if size <= node}
+            for used, (served, rest, sizes) in best.items():
+                for size, requests_s in most.items():
+                    total = used + size
+                    if total <= self.machines.nodes * node:
+                        option = (served + min(model.rate, requests_s), rest - model.rate / requests_s, (*sizes, size))
+                        after[total] = max(after.get(total, option), option)
+            best = after
+        if not best:
+            return None
+        sizes = max(best.values(), key=lambda each: (round(each[0], 9), each[1]))[2]
+        order = sorted(range(len(sizes)), key=lambda at: -sizes[at])
+        assigned = [0] * len(sizes)
+        for mesh, at in enumerate(order):
+            assigned[at] = mesh
+        return tuple(sizes[at] for at in order), assigned
+
+    def _most(self, at: int, size: int) -> float:
+        """Requests a second that a model serves at most by itself."""
+        endless = replace(self.models[at], rate=_MORE_THAN_ANY)
+        unit = estimate_unit([endless], size, (1.0,), self.machines)
+        return unit.throughputs[0] if unit is not None else _MORE
 
     def best_of_all(self, groups: Sequence[tuple[int, ...]]) -> Placement:
         """The best of all assignments. Raises OutOfMemory if none fits."""
@@ -254,23 +287,15 @@ class Search:
 
 
 def levelled(shares: Sequence[float]) -> list[float]:
-    """Shares that sum up to at most 1: the smallest raised to one level of at most BANDWIDTH_SHARE, or the largest cut.
+    """Shares that sum up to 1: the smallest raised to one level, or the largest cut to one.
 
-    Of all such levels it is the one at which they fill the compute, or the highest.
+    REQUIRES: shares above 0 and at most 1.
     """
-    if sum(shares) > 1:
-        return _bounded(shares, 1.0, cut=True)
-    raised = [max(share, BANDWIDTH_SHARE) for share in shares]
-    return raised if sum(raised) <= 1 else _bounded(shares, 1.0, cut=False)
-
-
-def _bounded(shares: Sequence[float], total: float, cut: bool) -> list[float]:
-    """All shares at most, or at least, a level, so that they sum up to `total`: by halving the interval of levels."""
-    bound = min if cut else max
+    bound = min if sum(shares) > 1 else max
     low, high = 0.0, 1.0
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        low, high = (middle, high) if sum(bound(share, middle) for share in shares) < total else (low, middle)
+        low, high = (middle, high) if sum(bound(share, middle) for share in shares) < 1 else (low, middle)
     return [bound(share, low) for share in shares]
 
 
