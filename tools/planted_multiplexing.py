@@ -11,6 +11,8 @@ __all__ = ["MULTIPLEXING_BUGS"]
 _QUOTAS: Final = ("python/policy/test_multiplexing_quotas.py", "python/policy/test_multiplexing_room.py")
 _SCHEDULERS: Final = ("python/policy/test_multiplexing_schedulers.py", "python/policy/test_multiplexing_runs.py")
 _PLACEMENT: Final = ("python/policy/test_multiplexing_placement.py",)
+_TIMES: Final = ("python/sim/test_multiplexing_times.py", "python/sim/test_multiplexing_mesh.py")
+_MESH: Final = ("python/sim/test_multiplexing_mesh.py",)
 
 MULTIPLEXING_BUGS: Final = (
     Bug(
@@ -98,8 +100,8 @@ MULTIPLEXING_BUGS: Final = (
         "a scheduler starts what admission refuses, at each step anew",
         in_python(
             "policy/multiplexing/resources.py",
-            "return room if model.limit is None else max(0, min(room, model.limit - model.used - taken))",
-            "return room",
+            "return int(max(0, min(room, limit)))",
+            "return int(max(0, room))",
         ),
         _SCHEDULERS,
         build="python",
@@ -122,8 +124,8 @@ MULTIPLEXING_BUGS: Final = (
         "a model whose requests all need a unit more than its quota never ends one",
         in_python(
             "policy/multiplexing/resources.py",
-            "        if not chosen:\n            chosen =",
-            "        if False:\n            chosen =",
+            'left = self.room(model, "decode")',
+            'left = min(self.room(model, "decode"), self._quota_left(model))',
         ),
         _SCHEDULERS,
         build="python",
@@ -219,7 +221,7 @@ MULTIPLEXING_BUGS: Final = (
         "policy",
         "a model goes to the mesh that was looked at last, as the paper prints it",
         in_python(
-            "policy/multiplexing/placement.py", "                if value > best_value:\n", "                if True:\n"
+            "policy/multiplexing/search.py", "                if value > best_value:\n", "                if True:\n"
         ),
         _PLACEMENT,
         build="python",
@@ -238,6 +240,80 @@ MULTIPLEXING_BUGS: Final = (
         "the batches of a unit need more memory than its GPUs have",
         in_python("policy/multiplexing/estimate.py", "        if needed > left:\n", "        if False:\n"),
         _PLACEMENT,
+        build="python",
+    ),
+    Bug(
+        "prompts-leave-no-room-for-growth",
+        "policy",
+        "prompts fill the memory, and a hundred requests go on three at a time, those that need no block just then",
+        in_python("policy/multiplexing/resources.py", "            room -= growth + max(0, others)\n", ""),
+        _SCHEDULERS,
+        build="python",
+    ),
+    Bug(
+        "decode-waits-for-all-of-its-share",
+        "policy",
+        "a third of the compute is idle beside each prefill, because decode wants a little more than that",
+        in_python("policy/multiplexing/resources.py", '_DECODE_LEAST if phase == "decode" else 1.0', "1.0"),
+        _SCHEDULERS,
+        build="python",
+    ),
+    Bug(
+        "unmet-rate-takes-all-compute",
+        "policy",
+        "a model that no GPUs serve in full runs with all of the compute, for hardly more, and blocks its neighbours",
+        in_python("policy/multiplexing/estimate.py", "(_NEARLY_MOST if tried[-1].unmet else _MET)", "_MET"),
+        _PLACEMENT,
+        build="python",
+    ),
+    Bug(
+        "shares-beyond-the-mesh",
+        "policy",
+        "decode jobs whose shares exceed the mesh take turns, where they could run beside each other",
+        in_python("policy/multiplexing/search.py", "bound = min if sum(shares) > 1 else max", "bound = max"),
+        _PLACEMENT,
+        build="python",
+    ),
+    Bug(
+        "estimate-with-a-bandwidth-for-each",
+        "policy",
+        "busy models are placed together as if each had the memory's bandwidth for itself",
+        in_python(
+            "policy/multiplexing/estimate.py", "max(1.0, sum(shares), reads)", "max(1.0, sum(shares), 0 * reads)"
+        ),
+        _PLACEMENT,
+        build="python",
+    ),
+    Bug(
+        "simulated-bandwidth-for-each-job",
+        "sim",
+        "a simulation lets jobs read more than the memory gives: colocation looks better than it is",
+        in_python(
+            "sim/multiplexing_times.py", "    if len(jobs) < 2 or used(1.0) <= 1:\n", "    if used(1.0) <= len(jobs):\n"
+        ),
+        _TIMES,
+        build="python",
+    ),
+    Bug(
+        "simulated-request-keeps-its-blocks",
+        "sim",
+        "a stopped request keeps its memory, so that stopping it helps nobody",
+        in_python(
+            "sim/multiplexing_mesh.py",
+            "            self.memory.give_back(advice.model, request)\n            request.stopped += 1\n",
+            "            request.stopped += 1\n",
+        ),
+        _MESH,
+        build="python",
+    ),
+    Bug(
+        "simulated-request-forgets-its-answer",
+        "sim",
+        "a stopped request is computed again without what it had made, and goes on without that memory",
+        in_python(
+            "sim/multiplexing_mesh.py", "        return self.prompt + self.made\n", "        return self.prompt\n"
+        ),
+        _MESH,
         build="python",
     ),
 )

@@ -6,6 +6,7 @@ Everything is seeded: the same arguments give the same results, byte for byte.
     workload    requests with their arrivals and lengths: Poisson or from a trace
     routing_*   sessions, and instances with real indexes behind the global scheduler (MemServe's Fig 15)
     lending_*   engines that borrow each other's memory and attention, beside other designs (Infinite-LLM's study)
+    multiplexing_*  models that share meshes of GPUs, beside other ways to serve them (MuxServe's study)
     packing     KV caches that grow on GPUs under a scheduler, epoch by epoch (MELL's study)
 
 The simulator of whole clusters, behind `kvpool sim`; each stands on those above it:

@@ -62,6 +62,8 @@ def _llama(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab:
 
 
 MODELS: Final[Mapping[str, cost.ModelShape]] = {
+    "llama-30b": _llama(60, 6656, 52, 52, 17920, 32000),
+    "llama-65b": _llama(80, 8192, 64, 64, 22016, 32000),
     "llama-2-7b": _llama(32, 4096, 32, 32, 11008, 32000),
     "llama-2-13b": _llama(40, 5120, 40, 40, 13824, 32000),
     "llama-2-70b": _llama(80, 8192, 64, 8, 28672, 32000),

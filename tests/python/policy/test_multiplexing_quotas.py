@@ -125,6 +125,20 @@ def test_quotas_follow_use_and_backlog_and_keep_still_for_little():
     assert idle.units == moved.units
 
 
+def test_models_that_all_need_more_share_by_their_rates_however_long_their_backlogs_have_grown():
+    """Found by a simulation: overloaded, a model got more memory the longer its queue was, and fairness was lost."""
+    rules = {name: QuotaRule() for name in "abc"}
+    demands = {"a": 3.0, "b": 1.0, "c": 4.0}
+    last = mux.first_quotas(800, rules, demands)
+    seen = {"a": Seen(300, 5000), "b": Seen(100, 90_000), "c": Seen(10, 0)}
+    found = mux.adapt(last, 800, rules, seen, 1e9, None, demands)
+    assert found.units == {"a": 593, "b": 197, "c": 10}  # c needs no more; the others as 3 to 1
+    assert mux.adapt(last, 800, rules, seen, 1e9).units["b"] > 700
+    for wrong in ({"d": 1.0}, {"a": -1.0}, {"a": nan}):
+        with pytest.raises(ArgumentError):
+            mux.adapt(last, 800, rules, seen, 1.0, None, wrong)
+
+
 def test_small_models_among_32_get_their_quotas():
     rules = {f"m{at}": QuotaRule() for at in range(32)}
     large = {"m0": Seen(50_000), "m1": Seen(50_000)}

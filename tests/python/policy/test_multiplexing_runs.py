@@ -122,10 +122,10 @@ def check_jobs(state, jobs):
     assert all(job.requests and 0 < job.share <= 1 for job in jobs)
 
 
-SCHEDULERS = [mux.ADBS(), mux.ADBS(stretch=False), mux.FCFS(), mux.RoundRobin()]
+SCHEDULERS = [mux.ADBS(), mux.ADBS(stretch=False), mux.FCFS(), mux.RoundRobin(), mux.Temporal()]
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS, ids=["ADBS", "plain", "FCFS", "RoundRobin"])
+@pytest.mark.parametrize("scheduler", SCHEDULERS, ids=["ADBS", "plain", "FCFS", "RoundRobin", "Temporal"])
 @settings(max_examples=8)
 @given(st.integers(0, 2**32))
 def test_every_request_ends_in_a_made_up_run(scheduler, seed):

@@ -51,7 +51,7 @@ def test_an_empty_prefill_queue_holds_nothing_back():
 
 def test_a_decode_that_does_not_fit_does_not_end_the_round():
     state = State([model("a", [], [0], decode_share=0.9), model("b", [], [5, 0]), model("c", [], [0])], 0)
-    running = (Job("z", "decode", (), 0.5),)
+    running = (Job("z", "decode", (), 0.6),)
     state = replace(state, models=[*state.models, model("z")], running=running)
     assert PLAIN.step(state) == [Job("b", "decode", ("bd1",), 0.2), Job("c", "decode", ("cd0",), 0.2)]
 
@@ -87,15 +87,38 @@ def test_a_quota_holds_prompts_back_but_not_what_already_runs():
     full = {"quota": 50, "used": 50}
     assert names(PLAIN.step(State([model("a", [5], [0], **full)], 100))) == [("a", "decode")]
     (job,) = PLAIN.step(State([model("a", [5], [3, 3, 0], **full)], 100))
-    assert job.requests == ("ad2",)
-    (job,) = PLAIN.step(State([model("a", [5], [3, 2], **full)], 100))  # none fits: the oldest, or it stands for ever
-    assert job.requests == ("ad0",)
+    assert job.requests == ("ad0", "ad1", "ad2")  # with the last alone, it would end its requests ever more slowly
     assert PLAIN.step(State([model("a", [], [3], **full)], 2)) == []
     assert names(PLAIN.step(State([model("a", [80], quota=50)], 100))) == [("a", "prefill")]  # alone, beyond its quota
     pinned = model("a", [80], quota=50, used=1)
     assert names(PLAIN.step(State([pinned], 100))) == [("a", "prefill")]  # what is pinned holds nothing back
     assert names(PLAIN.step(State([model("a", [80], [0], quota=50, used=1)], 100))) == [("a", "decode")]
     assert PLAIN.step(State([pinned], 100, (Job("a", "decode", (), 0.1),))) == []
+
+
+def test_prompts_leave_room_for_the_next_block_of_each_request_that_decodes():
+    """Found by a simulation: prompts filled the memory, and 100 requests went on three at a time, without a block."""
+    models = [model("a", [10], [0, 0, 0], block=4), model("b", [], [0, 0], block=5)]
+    assert names(PLAIN.step(State(models, 32)))[0] == ("a", "prefill")
+    assert names(PLAIN.step(State(models, 31))) == [("a", "decode"), ("b", "decode")]
+    running = (Job("b", "decode", ("b0", "b1"), 0.1),)
+    for scheduler in (PLAIN, mux.RoundRobin()):
+        for units, phase in ((32, "prefill"), (31, "decode")):
+            state = State([models[0], model("b", block=5)], units, running)
+            assert names(scheduler.step(state))[0] == ("a", phase)
+    reserved = [model("a", [10], [0, 0, 0], block=4, reserved=22), model("b", [], [0, 0], block=5, reserved=10)]
+    assert names(PLAIN.step(State(reserved, 0)))[0] == ("a", "prefill")
+    assert names(PLAIN.step(State([replace(reserved[0], reserved=21), reserved[1]], 0)))[0] == ("a", "decode")
+    limited = [replace(models[0], limit=100, used=78), models[1]]
+    assert names(PLAIN.step(State(limited, 99)))[0] == ("a", "prefill")
+    assert names(PLAIN.step(State([replace(limited[0], used=79), models[1]], 99)))[0] == ("a", "decode")
+
+
+def test_decode_begins_with_half_of_its_share_rather_than_wait():
+    half = State([model("a", [1]), model("b", [], [0], decode_share=0.8)], 100)
+    assert PLAIN.step(half) == [Job("a", "prefill", ("ap0",), 0.6), Job("b", "decode", ("bd0",), 0.4)]
+    less = replace(half, models=[half.models[0], model("b", [], [0], decode_share=0.81)])
+    assert names(PLAIN.step(less)) == [("a", "prefill")]
 
 
 def test_a_reserve_is_used_before_what_all_can_have():
@@ -203,6 +226,17 @@ def test_fcfs_batches_continuously_within_the_model_of_the_oldest_request():
     assert mux.FCFS().step(State([state.models[0], misfit], 100)) == [Job("b", "prefill", (4,), 1.0)]
 
 
+def test_temporal_multiplexing_gives_each_model_a_step_in_turn():
+    state = State([model("a", [5], [0]), model("b", [], [0]), model("c", [500], [0])], 100)
+    ran = []
+    for _ in range(4):
+        jobs = mux.Temporal().step(state)
+        ran += [(job.model, job.phase, job.share) for job in jobs]
+        assert mux.Temporal().step(mux.started(state, jobs)) == []  # one at a time
+        state = replace(state, turns=mux.started(state, jobs).turns)
+    assert ran == [("a", "prefill", 1.0), ("b", "decode", 1.0), ("c", "decode", 1.0), ("a", "prefill", 1.0)]
+
+
 def test_round_robin_gives_each_model_one_job_and_waits_for_whose_turn_it_is():
     state = State([model("a", [5], [0]), model("b", [], [0]), model("c", [5], decode_share=0.1)], 100)
     jobs = mux.RoundRobin().step(state)
@@ -240,6 +274,7 @@ def test_a_share_is_above_0_and_at_most_1(share):
         (lambda: mux.started(State([model("a", [1])], 1), [Job("a", "prefill", ("x",), 0.5)]), "do not wait"),
         (lambda: mux.started(State([model("a", [1])], 1), [Job("a", "prefill", ("ap0", "ap0"), 0.5)]), "one twice"),
         (lambda: model("a", limit=-1), "limit"),
+        (lambda: model("a", block=-1), "block"),
     ],
 )
 def test_bad_states_are_refused(make, match):

@@ -9,18 +9,20 @@
     admit, reclaim              whether a model may grow, and whose historical units make room
     Quotas, first_quotas, adapt quotas that follow moving averages of use and backlog
     fairness                    eq. 2, over backlogged models
-    ADBS, FCFS, RoundRobin      step(state) -> [Job(model, phase, requests, share)]
+    ADBS, and others            step(state) -> [Job(model, phase, requests, share)]
     State, ModelQueues, Waiting what they see; `started` is the state after a step
     misfits                     prompts that an engine should refuse: no scheduler can start them
     preemption                  whose request an engine should stop when nothing can go on
     ServedModel, Machines       models with their workloads, and the GPUs; `place` and `candidates` are Alg. 1 and 2
+    spatial, by_rate, together  placements to compare with: each by itself, the paper's greedy one, all on one mesh
     CostTiming, FittedTiming    t(share, batch, length), from a cost model or from measurements
 
 Everything here is pure: data in, plans out. docs/internals/multiplexing.md says where the paper is mended.
 """
 
 from kvpool.policy.multiplexing.adbs import ADBS, preemption
-from kvpool.policy.multiplexing.baselines import FCFS, RoundRobin
+from kvpool.policy.multiplexing.baselines import FCFS, RoundRobin, Temporal
+from kvpool.policy.multiplexing.divisions import by_rate, spatial, together
 from kvpool.policy.multiplexing.estimate import (
     BATCH_MAX,
     SHARES,
@@ -32,7 +34,8 @@ from kvpool.policy.multiplexing.estimate import (
     estimate_unit,
 )
 from kvpool.policy.multiplexing.jobs import Job, ModelQueues, Phase, State, Turns, Waiting, misfits, started
-from kvpool.policy.multiplexing.placement import Placed, PlacedUnit, Placement, exhaustive, mesh_groups, place
+from kvpool.policy.multiplexing.placement import exhaustive, mesh_groups, place
+from kvpool.policy.multiplexing.search import Placed, PlacedUnit, Placement
 from kvpool.policy.multiplexing.timing import BANDWIDTH_SHARE, CostTiming, FittedTiming, StepFit, StepSample, Timing
 from kvpool.policy.quotas import (
     EPSILON,
@@ -85,6 +88,7 @@ __all__ = [
     "State",
     "StepFit",
     "StepSample",
+    "Temporal",
     "Tier",
     "Timing",
     "Trend",
@@ -94,6 +98,7 @@ __all__ = [
     "Waiting",
     "adapt",
     "admit",
+    "by_rate",
     "candidates",
     "demand",
     "estimate_unit",
@@ -106,6 +111,8 @@ __all__ = [
     "place",
     "preemption",
     "reclaim",
+    "spatial",
     "started",
     "targets",
+    "together",
 ]

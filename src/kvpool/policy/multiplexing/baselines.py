@@ -1,4 +1,4 @@
-"""The schedulers that MuxServe compares ADBS with (§4.4, Fig 10). Neither knows quotas."""
+"""The schedulers that MuxServe compares ADBS with (§4.1, §4.4, Fig 10). None knows quotas."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvpool.policy.multiplexing.jobs import PHASES, Job, ModelQueues, State
 from kvpool.policy.multiplexing.resources import Resources, in_turn
 
-__all__ = ["FCFS", "RoundRobin"]
+__all__ = ["FCFS", "RoundRobin", "Temporal"]
 
 
 @dataclass(frozen=True)
@@ -52,4 +52,22 @@ class RoundRobin:
                 verdict = resources.start(model, "decode")
             if verdict == "compute":
                 break
+        return resources.jobs
+
+
+@dataclass(frozen=True)
+class Temporal:
+    """Temporal multiplexing by steps: one job at a time, with all compute, first come, first served.
+
+    A job comes when its model's last one has ended, so models take turns, step by step. Of a model prompts go first as
+    far as there is memory, otherwise all decode. With `FCFS` a long answer holds up all other models until its end.
+    """
+
+    def step(self, state: State) -> list[Job]:
+        """At most one job; as `ADBS.step`."""
+        resources = Resources(state, quotas=False)
+        if not state.running:
+            for model in in_turn(state.models, state.turns.last):
+                if any(resources.start(model, phase, share=1.0) == "started" for phase in PHASES):
+                    break
         return resources.jobs

@@ -4,8 +4,9 @@ Eq. 3: a batch of b requests of model m ends after the prefills of all models, o
 
     throughput(m) = min(b_m / (sum over i of t_p(i) + t_d(m) * l_o(m)), W_m)
 
-W_b is printed where the rate W_m of the model is meant. Decode jobs of all models run beside each other; where their
-shares sum up to more than the mesh, they take turns, and t_d grows by that factor.
+W_b is printed where the rate W_m of the model is meant. Decode jobs of all models run beside each other. Where their
+shares sum up to more than the mesh, they take turns; and where they would read more than the memory gives, they wait
+for it. t_d grows by the larger factor of the two.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ SHARES: Final = tuple(step / 10 for step in range(1, 11))
 BATCH_MAX: Final = 256
 _ROUNDS: Final = 8  # of the mutual dependence of batches; it converges in two or three, or memory ends it
 _MET: Final = 1 - 1e-9
+_NEARLY_MOST: Final = 0.95  # of what the best share serves, where none meets the rate: the rest is for other models
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class ServedModel:
     kv_bytes_per_token: int
     timing: Timing
     tp_degrees: tuple[int, ...] = (1, 2, 4, 8)
-    prefill_share: float = 0.7
+    prefill_share: float = 0.5
 
     def __post_init__(self) -> None:
         number_above_0(self.rate, f"the rate of {self.name!r}", zero=True)
@@ -104,7 +106,7 @@ class Candidate(NamedTuple):
         share: Of their compute units.
         batch: Requests that decode together.
         throughput: Requests a second, at most the rate.
-        unmet: Whether the rate is not met. Then no share meets it, and this is the share that serves most.
+        unmet: Whether the rate is not met. Then no share meets it, and this is the smallest that serves nearly most.
     """
 
     tp: int
@@ -152,16 +154,15 @@ def candidates(model: ServedModel, machines: Machines, shares: Sequence[float] =
             unknown = error
             continue
         limit = min(BATCH_MAX, left // model.request_bytes)
-        best: Candidate | None = None
+        tried: list[Candidate] = []
         for share in sorted(share_of(each, "a share") for each in shares):
             batch, throughput = _smallest_batch(model, tp, share, 0.0, 1.0, limit)
-            unmet = throughput < model.rate * _MET
-            if best is None or throughput > best.throughput or not unmet:
-                best = Candidate(tp, share, batch, throughput, unmet)
-            if not unmet:
+            tried.append(Candidate(tp, share, batch, throughput, throughput < model.rate * _MET))
+            if not tried[-1].unmet:
                 break
-        if best is not None:
-            found.append(best)
+        if tried:
+            enough = max(each.throughput for each in tried) * (_NEARLY_MOST if tried[-1].unmet else _MET)
+            found.append(next(each for each in tried if each.throughput >= enough))
     if not found and unknown is not None:
         raise ArgumentError(f"{model.name!r} has no parallelism whose times are known: {unknown}")
     if not found:
@@ -191,16 +192,17 @@ def estimate_unit(models: Sequence[ServedModel], tp: int, shares: Sequence[float
     if left < sum(model.request_bytes for model in models):
         return None
     load = sum(shares)
-    crowd = max(1.0, load)
     limits = [min(BATCH_MAX, left // model.request_bytes) for model in models]
     batches = [1] * len(models)
     for _ in range(_ROUNDS):
         before = list(batches)
+        crowd = _crowd(models, tp, shares, batches)
         prefills = [_prefill_s(*each, tp) for each in zip(models, shares, batches, strict=True)]
         together = sum(prefills)
         for at, model in enumerate(models):
             others_s = together - prefills[at]
-            batches[at], _ = _smallest_batch(model, tp, shares[at], others_s, crowd, limits[at])
+            batch, _ = _smallest_batch(model, tp, shares[at], others_s, crowd, limits[at])
+            batches[at] = min(limits[at], max(before[at], batch))  # larger ones read less often: never back again
         needed = sum(batch * model.request_bytes for batch, model in zip(batches, models, strict=True))
         if needed > left:
             limits = _fitting(left / needed, left, batches, models)
@@ -209,10 +211,28 @@ def estimate_unit(models: Sequence[ServedModel], tp: int, shares: Sequence[float
             break
     prefills = [_prefill_s(*each, tp) for each in zip(models, shares, batches, strict=True)]
     throughputs = []
+    crowd = _crowd(models, tp, shares, batches)
     for at, model in enumerate(models):
         served = _throughput_of(model, tp, shares[at], sum(prefills) - prefills[at], crowd)(batches[at])
         throughputs.append(model.rate if served >= model.rate * _MET else served)
     return Unit(tuple(throughputs), tuple(batches), load)
+
+
+def _crowd(models: Sequence[ServedModel], tp: int, shares: Sequence[float], batches: Sequence[int]) -> float:
+    """The factor by which decode jobs of all models beside each other take longer than alone."""
+    reads = 0.0  # of the bandwidth
+    if len(models) > 1:
+        for model, share, batch in zip(models, shares, batches, strict=True):
+            middle = _middle(model)
+            step_s = model.timing.decode_s(share, batch, middle, tp)
+            busy = min(1.0, model.rate * model.output_tokens * step_s / batch)  # an unpopular model pauses
+            reads += busy * model.timing.decode_reads_s(batch, middle, tp) / step_s
+    return max(1.0, sum(shares), reads)
+
+
+def _middle(model: ServedModel) -> int:
+    """Tokens of a request half way."""
+    return model.prompt_tokens + model.output_tokens // 2
 
 
 def _fitting(part: float, left: int, batches: Sequence[int], models: Sequence[ServedModel]) -> list[int]:
@@ -260,7 +280,7 @@ def _smallest_batch(
 
 
 def _throughput_of(model: ServedModel, tp: int, share: float, others_s: float, crowd: float) -> Callable[[int], float]:
-    middle = model.prompt_tokens + model.output_tokens // 2  # tokens of a request half way
+    middle = _middle(model)
 
     def served(batch: int) -> float:
         decode_s = crowd * model.timing.decode_s(share, batch, middle, tp) * model.output_tokens

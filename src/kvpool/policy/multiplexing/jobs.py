@@ -75,6 +75,8 @@ class ModelQueues:
         prefill_batch: Most prompts in a job.
         decode_batch: Most requests in a job.
         limit: Active units that it can have at most, from `Tier.most`; None: nothing bounds it.
+        block: Units of a block, which each request that decodes will ask for again and again: prompts leave room for
+            the next one of each. 0: they leave none.
 
     Raises:
         ArgumentError: A share is not above 0 and at most 1, or a number is negative.
@@ -92,11 +94,12 @@ class ModelQueues:
     prefill_batch: int = 8
     decode_batch: int = 256
     limit: int | None = None
+    block: int = 0
 
     def __post_init__(self) -> None:
         share_of(self.prefill_share, f"prefill_share of {self.name!r}")
         share_of(self.decode_share, f"decode_share of {self.name!r}")
-        for what in ("quota", "used", "reserved"):
+        for what in ("quota", "used", "reserved", "block"):
             whole(getattr(self, what), f"{what} of {self.name!r}")
         for what in ("prefill_batch", "decode_batch"):
             whole(getattr(self, what), f"{what} of {self.name!r}", 1)
@@ -191,14 +194,15 @@ def started(state: State, jobs: Sequence[Job]) -> State:
     for job in jobs:
         model = models[known(job.model, models)]
         waiting = {each.request: each.units for each in model.queue(job.phase)}
-        if not set(job.requests) <= set(waiting) or len(set(job.requests)) < len(job.requests):
+        chosen = set(job.requests)
+        if not chosen <= waiting.keys() or len(chosen) < len(job.requests):
             raise ArgumentError(
                 f"a {job.phase} job of {job.model!r} has requests that do not wait for one, or one twice"
             )
         units = sum(waiting[request] for request in job.requests)
         from_reserve = min(units, model.reserved)
         available -= units - from_reserve
-        left = tuple(each for each in model.queue(job.phase) if each.request not in set(job.requests))
+        left = tuple(each for each in model.queue(job.phase) if each.request not in chosen)
         model = replace(model, used=model.used + units, reserved=model.reserved - from_reserve)
         models[job.model] = replace(model, prefill=left) if job.phase == "prefill" else replace(model, decode=left)
     return replace(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
-from typing import Literal
+from typing import Final, Literal
 
 from kvpool.policy.multiplexing.jobs import PHASES, SHARE_STEP, Job, ModelQueues, Phase, State, Waiting
 
 __all__ = ["Resources", "Verdict", "in_turn"]
+
+_DECODE_LEAST: Final = 0.5  # of its share, for a decode job that begins with less
 
 Verdict = Literal["started", "empty", "units", "compute"]  # what was missing: requests, units, or compute
 
@@ -43,6 +45,8 @@ class Resources:
         self._kept_for: tuple[str, Phase] | None = None  # the queue that has first call on what all can have
         self._decode_free = False
         self._held: set[str] = set()  # models whose prompts wait until their decode has had its memory
+        self._growth = self._next_blocks(state)  # units, by model
+        self._shared_growth = sum(max(0, self._growth[model.name] - model.reserved) for model in state.models)
 
     def keep(self, model: ModelQueues, phase: Phase) -> None:
         """Keeps the memory that all can have for a queue that lacks it; others go on within their reserves.
@@ -64,15 +68,34 @@ class Resources:
         self._decode_free |= kept
         return kept
 
+    @staticmethod
+    def _next_blocks(state: State) -> dict[str, int]:
+        """Units of the next block of each request that decodes or is in a job, by model."""
+        requests = {model.name: len(model.decode) for model in state.models}
+        for job in state.running:
+            requests[job.model] += len(job.requests)
+        return {model.name: model.block * requests[model.name] for model in state.models}
+
     def room(self, model: ModelQueues, phase: Phase) -> int:
-        """Units that a job could have within the model's limit, whatever its quota says."""
+        """Units that a job could have within the model's limit, whatever its quota says.
+
+        A prompt leaves room for the next block of each request that decodes, whatever its model. Without it, prompts
+        would fill the memory to the last unit, and decode would go on with the few requests that happen to need no
+        block.
+        """
         if phase == "prefill" and model.name in self._held:
             return 0
         taken = self._taken.get(model.name, 0)
         room = max(0, model.reserved - taken)
+        limit = inf if model.limit is None else model.limit - model.used - taken
         if self._may_share(model, phase):
             room += self._available
-        return room if model.limit is None else max(0, min(room, model.limit - model.used - taken))
+        if phase == "prefill":
+            growth = self._growth[model.name]
+            others = self._shared_growth - max(0, growth - model.reserved)
+            room -= growth + max(0, others)
+            limit -= growth
+        return int(max(0, min(room, limit)))
 
     def _may_share(self, model: ModelQueues, phase: Phase) -> bool:
         """Whether a queue may have what all can have."""
@@ -84,8 +107,13 @@ class Resources:
         return inf if model.limit is None else model.limit - model.used - self._taken.get(model.name, 0)
 
     def suffices(self, model: ModelQueues, phase: Phase) -> bool:
-        """Whether there is compute for a job of this phase."""
-        return model.share(phase) <= self.share_left + SHARE_STEP and self.share_left > SHARE_STEP
+        """Whether there is compute for a job of this phase.
+
+        Decode begins with less than its share rather than wait: it mostly reads, and slows down by less. So it runs
+        beside a prefill that leaves it a part of its share only.
+        """
+        least = model.share(phase) * (_DECODE_LEAST if phase == "decode" else 1.0)
+        return least <= self.share_left + SHARE_STEP and self.share_left > SHARE_STEP
 
     def waits(self, model: ModelQueues, phase: Phase) -> bool:
         """Whether requests wait for a job of this phase, and none runs."""
@@ -167,24 +195,20 @@ class Resources:
         return not model.decode and not any((model.name, phase) in self._busy for phase in PHASES)
 
     def _steps(self, model: ModelQueues) -> list[Waiting]:
-        """Requests for which memory and quota suffice; one that does not fit holds nobody back.
+        """Requests for which there is memory, whatever the quota says; one that does not fit holds nobody back.
 
-        If none fits into the quota, the oldest for which there is memory goes on beyond it: requests free their blocks
-        when they end, so a model that stood still at its quota would stand for ever.
+        Requests free their blocks when they end. A model that stood still at its quota would never end one; and one
+        that went on with the requests that need no block just then would end them ever more slowly.
         """
-        room = self.room(model, "decode")
-        left = min(room, self._quota_left(model)) if self._quotas else room
+        left = self.room(model, "decode")
         waiting = model.decode[: model.decode_batch] if len(model.decode) > model.decode_batch else model.decode
         if sum([each.units for each in waiting]) <= left:
             return list(waiting)
         chosen: list[Waiting] = []
-        left = max(0, left)
         for each in model.decode:
             if each.units <= left:
                 chosen.append(each)
                 left -= each.units
                 if len(chosen) == model.decode_batch:
                     break
-        if not chosen:
-            chosen = [each for each in model.decode if each.units <= room][:1]
         return chosen

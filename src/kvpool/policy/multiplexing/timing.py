@@ -33,6 +33,9 @@ class Timing(Protocol):
     def decode_s(self, share: float, batch: int, tokens: int, tp: int) -> float:
         """Of one token more for `batch` requests that have this many."""
 
+    def decode_reads_s(self, batch: int, tokens: int, tp: int) -> float:
+        """Of these, what reads with all of the bandwidth take: jobs beside each other share one bandwidth."""
+
 
 @dataclass(frozen=True)
 class CostTiming:
@@ -50,7 +53,9 @@ class CostTiming:
     model: CostModel
     link: Link | None = None
     bandwidth_share: float = BANDWIDTH_SHARE
-    _models: dict[tuple[float, int], CostModel] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _models: dict[tuple[float, int, float], CostModel] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         share_of(self.bandwidth_share, "bandwidth_share")
@@ -63,19 +68,25 @@ class CostTiming:
         """As `Timing`. Raises ArgumentError if the model cannot be split in this way, or a number is out of range."""
         return self._model(share, tp).equal_batch_s(batch, tokens + 1, tokens)
 
-    def _model(self, share: float, tp: int) -> CostModel:
-        found = self._models.get((share, tp))
+    def decode_reads_s(self, batch: int, tokens: int, tp: int) -> float:
+        """As `Timing`. Raises ArgumentError if the model cannot be split in this way, or a number is out of range."""
+        slower = self._model(1.0, tp, reads=0.5).equal_batch_s(batch, tokens + 1, tokens)
+        return slower - self.decode_s(1.0, batch, tokens, tp)
+
+    def _model(self, share: float, tp: int, reads: float = 1.0) -> CostModel:
+        """With a share of the units, and of its bandwidth again a part."""
+        found = self._models.get((share, tp, reads))
         if found is None:
-            fits = _with_share(self.model.fits, share_of(share, "share"), self.bandwidth_share)
+            bandwidth = reads * min(1.0, share_of(share, "share") / self.bandwidth_share)
+            fits = _with_share(self.model.fits, share, bandwidth)
             parallel = Parallel(tp=tp, tp_link=self.link if tp > 1 else None)
             found = CostModel(self.model.model, fits, parallel, self.model.block_tokens)
-            self._models[share, tp] = found
+            self._models[share, tp, reads] = found
         return found
 
 
-def _with_share(fits: Fits, share: float, bandwidth_share: float) -> Fits:
-    """The fits of a machine that has a part of the units."""
-    bandwidth = min(1.0, share / bandwidth_share)
+def _with_share(fits: Fits, share: float, bandwidth: float) -> Fits:
+    """The fits of a machine that has a part of the units, and a part of the bandwidth."""
     units = max(1, round(fits.waves.units * share))
     waves = replace(
         fits.waves,
@@ -129,6 +140,11 @@ class StepFit:
         all_tokens = batch * tokens
         computed = k1 * batch + k2 * all_tokens + k3 * all_tokens * tokens
         return k0 + compute * computed + read * (k4 + k5 * batch + k6 * all_tokens)
+
+    def reads_s(self, batch: int, tokens: int) -> float:
+        """Seconds of it that are reads, with all of the bandwidth."""
+        *_, k4, k5, k6 = self.coefficients
+        return k4 + k5 * batch + k6 * batch * tokens
 
     @classmethod
     def fit(cls, samples: Iterable[StepSample]) -> StepFit:
@@ -185,6 +201,10 @@ class FittedTiming:
     def decode_s(self, share: float, batch: int, tokens: int, tp: int) -> float:
         """As `Timing`. Raises ArgumentError for a parallelism that was not measured."""
         return _measured(self.decode, tp).time_s(share, batch, tokens)
+
+    def decode_reads_s(self, batch: int, tokens: int, tp: int) -> float:
+        """As `Timing`. Raises ArgumentError for a parallelism that was not measured."""
+        return _measured(self.decode, tp).reads_s(batch, tokens)
 
 
 def _measured(fits: Mapping[int, StepFit], tp: int) -> StepFit:

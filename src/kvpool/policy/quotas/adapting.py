@@ -139,6 +139,7 @@ def adapt(
     seen: Mapping[str, Seen],
     elapsed_s: float,
     settings: Adaptation | None = None,
+    demands: Mapping[str, float] | None = None,
 ) -> Quotas:
     """The quotas after a period: units go from models that use little to those that need more (§3.3).
 
@@ -153,6 +154,9 @@ def adapt(
         seen: By name of model; one that is not named was idle.
         elapsed_s: Seconds since the period before.
         settings: Half-life and hysteresis.
+        demands: By rate, from `demand`: models that all need more than there is share it in proportion to weight *
+            demand, so that R of eq. 2 is the same for all. Without them they share in proportion to what they need, and
+            the longer a backlog has grown, the more its model gets. A model that is not named counts as the last.
 
     Raises:
         ArgumentError: A model is unknown, a value negative or not finite, the capacity below 1, or the reserves
@@ -168,13 +172,15 @@ def adapt(
             known(model, rules)
             whole(active, f"the active units seen of {model!r}")
             whole(backlog, f"the backlog seen of {model!r}")
+    for model, wanted in (demands or {}).items():
+        number_above_0(wanted, f"the demand of {known(model, rules)!r}", zero=True)
     kept = 0.5 ** (elapsed_s / settings.half_life_s)
     trends = _trends(last.trends, rules, seen, kept)
     same = capacity == last.capacity and rules == last.rules
     needs = {model: trend.use + trend.backlog for model, trend in trends.items()}
     if same and sum(needs.values()) < 1:  # an average never comes down to 0
         return Quotas(last.units, capacity, rules, trends)
-    fresh = targets_of(capacity, rules, needs)
+    fresh = targets_of(capacity, rules, needs, demands)
     if same and _within(settings.band, fresh, last.units):
         return Quotas(last.units, capacity, rules, trends)
     return Quotas(fresh, capacity, rules, trends)

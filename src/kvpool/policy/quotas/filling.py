@@ -108,8 +108,16 @@ def reserves_fit(capacity: int, rules: Mapping[str, QuotaRule]) -> None:
         raise ArgumentError(f"the reserves are {reserved} units, and the capacity is {capacity}")
 
 
-def targets_of(capacity: int, rules: Mapping[str, QuotaRule], demands: Mapping[str, float]) -> dict[str, int]:
-    """As `targets`. REQUIRES: reserves that fit, finite demands from 0 of known models."""
+def targets_of(
+    capacity: int,
+    rules: Mapping[str, QuotaRule],
+    demands: Mapping[str, float],
+    parts: Mapping[str, float] | None = None,
+) -> dict[str, int]:
+    """As `targets`; what is scarce is divided in proportion to weight * `parts`, in place of the demands, if there are.
+
+    REQUIRES: reserves that fit, finite demands and parts from 0 of known models.
+    """
     lows = [rule.reserve for rule in rules.values()]
     limits = [rule.limit_of(capacity) for rule in rules.values()]
     wanted = [demands.get(model, 0.0) for model in rules]
@@ -119,7 +127,8 @@ def targets_of(capacity: int, rules: Mapping[str, QuotaRule], demands: Mapping[s
         high = limit if demand >= limit else -int(-demand // 1)
         highs.append(high if high > low else low)
     weights = _slopes(weights)
-    slopes = _slopes([weight * demand for weight, demand in zip(weights, _slopes(wanted), strict=True)])
+    shared = wanted if parts is None else [parts.get(model, 0.0) for model in rules]
+    slopes = _slopes([weight * part for weight, part in zip(weights, _slopes(shared), strict=True)])
     needed = level_fill(capacity, slopes, lows, highs)
     spare = capacity - sum(needed)
     if spare > 0:
