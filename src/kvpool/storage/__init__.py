@@ -8,14 +8,14 @@ storage.load(tokens, budget_s=0.2).wait()
 """
 
 from kvpool.storage.admission import Admission, Always, OnSecondUse
-from kvpool.storage.directory import DirectoryStore, Trimmed
+from kvpool.storage.directory import DirectoryStore
 from kvpool.storage.handles import StorageHandle
 from kvpool.storage.keys import ContentKeys
 from kvpool.storage.loading import Loaded
 from kvpool.storage.saving import Saved
 from kvpool.storage.stats import StorageStats
 from kvpool.storage.storage import Storage
-from kvpool.storage.store import Content, Store, StoreStats
+from kvpool.storage.store import Content, Store, StoreStats, Trimmed
 
 __all__ = [
     "Admission",

@@ -10,17 +10,17 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from kvpool.arguments import int_from, seconds_from
 from kvpool.errors import ArgumentError, ClosedError, DeadlineExceeded, StoreFailed
 from kvpool.storage.block_file import HEADER_BYTES, Fault, content_fault, header_fault, header_of
+from kvpool.storage.counting import StoreCounter
 from kvpool.storage.folders import FOLDERS, Folders, StoredFile, read_all
-from kvpool.storage.store import Content, StoreStats, check_keys, content_bytes
+from kvpool.storage.store import Content, StoreStats, Trimmed, check_keys, content_bytes
 from kvpool.storage.sweeping import Sweep, victims
 
-__all__ = ["DirectoryStore", "Trimmed"]
+__all__ = ["DirectoryStore"]
 
 _log = logging.getLogger("kvpool.storage")
 
@@ -29,25 +29,6 @@ _RETRY_S: Final = 30.0  # after a write that the file system refused
 _UNREADABLE: Final = (errno.EIO, errno.EUCLEAN, errno.EBADMSG)  # of one file: its sectors, or its checksums
 
 _Item = TypeVar("_Item")
-
-
-@dataclass(frozen=True)
-class Trimmed:
-    """What `DirectoryStore.trim` did.
-
-    Attributes:
-        removed: Blocks removed.
-        removed_bytes: Their files.
-        leftovers: Remains of writers that died, removed.
-        blocks: Blocks left.
-        bytes: Their files.
-    """
-
-    removed: int
-    removed_bytes: int
-    leftovers: int
-    blocks: int
-    bytes: int
 
 
 class DirectoryStore:
@@ -83,8 +64,8 @@ class DirectoryStore:
         self.path: Final = os.path.abspath(os.fspath(path))
         self._size_max = size_max
         self._age_max_s = None if age_max_s is None else seconds_from(age_max_s, "age_max_s")
-        self._stats = StoreStats()
-        self._lock = threading.Lock()  # of the counts, the sweep and what follows
+        self._counter = StoreCounter()
+        self._lock = threading.Lock()  # of the sweep and what follows
         self._sweep = Sweep(size_max, self._age_max_s, secrets.randbelow(FOLDERS))
         self._read_only_until = 0.0
         self._read_only_why: OSError | None = None
@@ -119,7 +100,7 @@ class DirectoryStore:
         try:
             fault = self._read(key, content)
         except FileNotFoundError:
-            self._count(misses=1)
+            self._counter.add(misses=1)
             return False
         except NotADirectoryError:
             fault = "foreign"
@@ -128,9 +109,9 @@ class DirectoryStore:
                 raise
             fault = "rotten"
         if fault is None:
-            self._count(hits=1, read_bytes=content_bytes(content))
+            self._counter.add(hits=1, read_bytes=content_bytes(content))
             return True
-        self._count(misses=1, **{fault: 1})
+        self._counter.add(misses=1, **{fault: 1})
         self._remove_bad(key, fault)
         return False
 
@@ -171,10 +152,10 @@ class DirectoryStore:
     def _put(self, key: bytes, content: Content) -> bool:
         size = HEADER_BYTES + content_bytes(content)
         if self._folders.size_of(key) == size:
-            self._count(present=1)
+            self._counter.add(present=1)
             return False
         self._folders.write(key, [header_of(key, content), *content])
-        self._count(written=1, written_bytes=size - HEADER_BYTES)
+        self._counter.add(written=1, written_bytes=size - HEADER_BYTES)
         self._sweep_after(size)
         return True
 
@@ -183,7 +164,7 @@ class DirectoryStore:
         check_keys(keys)
         with self._call("failed_writes", timeout) as deadline:
             deleted = sum(self._folders.remove(key) for key in deadline.each(keys))
-            self._count(deleted=deleted)
+            self._counter.add(deleted=deleted)
             return deleted
 
     def trim(
@@ -212,7 +193,7 @@ class DirectoryStore:
                 leftovers += removed
             gone = victims(files, size_max, age_max_s, time.time_ns())
             removed = self._folders.remove_all(gone)
-        self._count(deleted=removed, leftovers=leftovers)
+        self._counter.add(deleted=removed, leftovers=leftovers)
         gone_bytes = sum(file.size for file in gone)
         return Trimmed(
             removed, gone_bytes, leftovers, len(files) - len(gone), sum(file.size for file in files) - gone_bytes
@@ -225,7 +206,7 @@ class DirectoryStore:
             files, leftovers = self._folders.cleaned(number)
             with self._lock:
                 gone = self._sweep.gone(number, files, time.time_ns())
-            self._count(deleted=self._folders.remove_all(gone), leftovers=leftovers)
+            self._counter.add(deleted=self._folders.remove_all(gone), leftovers=leftovers)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -257,7 +238,7 @@ class DirectoryStore:
         """What it has done so far, in this process."""
         with self._lock:
             read_only = self._read_only_why is not None and self._read_only_until > time.monotonic()
-            return StoreStats(**{**vars(self._stats), "read_only": read_only})
+        return self._counter.read(read_only=read_only)
 
     def close(self) -> None:
         """Ends it; idempotent. Calls that are under way end as they would have."""
@@ -280,7 +261,7 @@ class DirectoryStore:
         except DeadlineExceeded:  # is an OSError, as a TimeoutError
             raise
         except OSError as error:
-            self._count(**{failures: 1})
+            self._counter.add(**{failures: 1})
             raise _failed(f"the store {self.path} failed", error) from error
         finally:
             self._leave()
@@ -291,11 +272,6 @@ class DirectoryStore:
             closed = self._closed
         if closed:
             self.close()
-
-    def _count(self, **counts: int) -> None:
-        with self._lock:
-            for name, more in counts.items():
-                setattr(self._stats, name, getattr(self._stats, name) + more)
 
     def __enter__(self) -> DirectoryStore:
         """Itself."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Final, Protocol, TypeAlias
 
 from kvpool.arguments import shown
 from kvpool.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["Content", "Store", "StoreCounts", "StoreStats", "check_keys", "content_bytes"]
+__all__ = ["Content", "Store", "StoreStats", "Trimmed", "check_keys", "content_bytes"]
 
 Content: TypeAlias = Sequence[memoryview]
 """The bytes of a block, in one buffer or in several that follow each other: contiguous, of format "B"."""
@@ -55,8 +55,23 @@ class StoreStats:
     read_only: bool = False
 
 
-StoreCounts: Final = tuple(one.name for one in fields(StoreStats) if one.name != "read_only")
-"""The names of the fields that only grow."""
+@dataclass(frozen=True)
+class Trimmed:
+    """What a trim of a store did.
+
+    Attributes:
+        removed: Blocks removed.
+        removed_bytes: Their files.
+        leftovers: Remains of writers that died, removed.
+        blocks: Blocks left.
+        bytes: Their files.
+    """
+
+    removed: int
+    removed_bytes: int
+    leftovers: int
+    blocks: int
+    bytes: int
 
 
 class Store(Protocol):
