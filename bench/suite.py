@@ -28,6 +28,7 @@ BENCHES = {
     "keyed-index": "bench.api.keyed",
     "scale": "bench.api.scale",
     "swap": "bench.api.swap",
+    "storage": "bench.tiers.storage",
     "runs": "bench.api.runs",
     "attention": "bench.attention.decode",
     "attention-peers": "bench.attention.peers",

@@ -24,6 +24,7 @@ from tools.planted_multiplexing import MULTIPLEXING_BUGS
 from tools.planted_rebalancing import REBALANCING_BUGS
 from tools.planted_routing import ROUTING_BUGS
 from tools.planted_space import SPACE_BUGS
+from tools.planted_storage import STORAGE_BUGS
 
 __all__ = ["BUGS"]
 
@@ -38,6 +39,7 @@ BUGS: Final[tuple[Bug, ...]] = (
     *MIGRATION_BUGS,
     *MULTIPLEXING_BUGS,
     *SPACE_BUGS,
+    *STORAGE_BUGS,
     *REBALANCING_BUGS,
     *ROUTING_BUGS,
     Bug(

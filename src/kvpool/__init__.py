@@ -47,6 +47,7 @@ from kvpool.errors import (
     RouteFailed,
     StaleAddress,
     StateError,
+    StoreFailed,
     Suspended,
     Unsupported,
 )
@@ -180,6 +181,7 @@ __all__ = [
     "SpaceTier",
     "StaleAddress",
     "StateError",
+    "StoreFailed",
     "StoredEvent",
     "Suspended",
     "SwapIn",

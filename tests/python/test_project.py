@@ -16,7 +16,7 @@ DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
 
 def test_the_extra_all_has_what_the_commands_need_and_no_library_of_a_machine():
     everything = set(required(PROJECT, ["all"]))
-    for extra in ("cli", "sim", "metrics", "events", "router"):
+    for extra in ("cli", "sim", "metrics", "events", "router", "storage"):
         assert set(EXTRAS[extra]) <= everything
     assert not [one for one in everything if re.match(r"libucx|nvidia|torch", one)]
 

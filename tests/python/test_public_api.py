@@ -96,6 +96,7 @@ PUBLIC = [
     "SequencePlan",
     "StaleAddress",
     "StateError",
+    "StoreFailed",
     "Suspended",
     "StoredEvent",
     "SwapIn",

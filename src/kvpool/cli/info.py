@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import re
+from importlib import metadata
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,7 @@ def collect() -> dict[str, Any]:
         "cuda": cuda.collect(build),
         "ucx": _ucx(loaded.settings.ucx),
         "nccl": cuda.collect_nccl(loaded.settings.nccl),
+        "object_storage": _object_storage(),
         "config_file": str(loaded.file) if loaded.file else None,
         "settings": config.describe(loaded),
     }
@@ -62,6 +64,18 @@ def _ucx(setting: str) -> dict[str, Any]:
     except Unsupported as error:
         facts["error"] = str(error)
     return facts
+
+
+def _object_storage() -> dict[str, Any]:
+    """The library for `kvpool.storage.object_store`; its version is None where it is not installed."""
+    try:
+        return {"library": "obstore", "version": metadata.version("obstore")}
+    except metadata.PackageNotFoundError:
+        return {"library": "obstore", "version": None}
+
+
+def _object_storage_text(facts: dict[str, Any]) -> str:
+    return f"obstore {facts['version']}" if facts["version"] else "not installed: pip install 'kvpool[storage]'"
 
 
 def _run(arguments: argparse.Namespace) -> None:
@@ -88,6 +102,7 @@ def _text(facts: dict[str, Any]) -> str:
         ("memory", f"{machine['memory_available_bytes'] / 2**30:.1f} GiB available, by {machine['memory_limit']}"),
         ("UCX", _ucx_text(facts["ucx"])),
         ("NCCL", cuda.nccl_text(facts["nccl"])),
+        ("object storage", _object_storage_text(facts["object_storage"])),
         ("settings file", facts["config_file"] or "none"),
     ]
     lines = [f"{name:<14}  {value}" for name, value in rows]

@@ -12,7 +12,7 @@ from transfer.kit import pair_of
 
 import kvpool
 from kvpool.control.router.metrics import Metrics
-from kvpool.observe import migration_metrics, rebalancing_metrics
+from kvpool.observe import migration_metrics, rebalancing_metrics, storage_metrics
 from kvpool.observe.metrics import PoolCollector
 
 DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
@@ -43,7 +43,7 @@ def exposed():
         pool.attach(cluster, name="a")
         families += PoolCollector(pool).collect()
     kvpool.Cluster.forget(name)
-    families += _described(migration_metrics, rebalancing_metrics)
+    families += _described(migration_metrics, rebalancing_metrics, storage_metrics)
     families += Metrics().registry.collect()
     labels: dict[str, set[str]] = {}
     for family in families:

@@ -1,0 +1,96 @@
+"""Shared by the tests of kvpool.storage: contents, and stores that misbehave."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvpool.storage import DirectoryStore, StoreStats
+
+
+def key(number: int) -> bytes:
+    """A content key; the numbers from 0 to 255 are in different folders."""
+    return bytes([number % 256]) + number.to_bytes(31, "little")
+
+
+def content(number: int, size: int = 1000, pieces: int = 1) -> list[memoryview]:
+    """Bytes that differ from number to number."""
+    rows = np.random.default_rng(number).integers(0, 256, size, np.uint8)
+    return [memoryview(part) for part in np.array_split(rows, pieces)]
+
+
+def room(size: int = 1000, pieces: int = 1) -> list[memoryview]:
+    return [memoryview(part) for part in np.array_split(np.zeros(size, np.uint8), pieces)]
+
+
+def joined(pieces: list[memoryview]) -> bytes:
+    return b"".join(pieces)
+
+
+def files_of(store: DirectoryStore) -> list[Path]:
+    """The files of its blocks."""
+    return sorted(Path(store.path).glob("*/*.kv"))
+
+
+def leftovers_of(store: DirectoryStore) -> list[Path]:
+    return sorted(Path(store.path).glob("*/.*.new"))
+
+
+class MemoryStore:
+    """Keeps blocks in a dict. Reads and writes can be held up, and fail."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[bytes, bytes] = {}
+        self.reads = threading.Event()  # get waits for it
+        self.writes = threading.Event()  # put waits for it
+        self.reads.set()
+        self.writes.set()
+        self.begun = threading.Semaphore(0)  # released by each get that begins
+        self.put_begun = threading.Semaphore(0)
+        self.ended = threading.Semaphore(0)
+        self.failure: Exception | None = None
+        self.calls: list[tuple[str, Any]] = []
+
+    def exists(self, keys, *, timeout=None):
+        self._called("exists", len(keys))
+        return [one in self.blocks for one in keys]
+
+    def get(self, keys, into, *, timeout=None):
+        self._called("get", len(keys))
+        self.begun.release()
+        assert self.reads.wait(60)
+        found = []
+        for one, pieces in zip(keys, into, strict=True):
+            found.append(one in self.blocks)
+            at = 0
+            for piece in pieces if found[-1] else []:
+                piece[:] = self.blocks[one][at : at + piece.nbytes]
+                at += piece.nbytes
+        self.ended.release()
+        return found
+
+    def put(self, keys, contents, *, timeout=None):
+        self._called("put", len(keys))
+        self.put_begun.release()
+        assert self.writes.wait(60)
+        new = sum(one not in self.blocks for one in keys)
+        self.blocks |= {one: b"".join(pieces) for one, pieces in zip(keys, contents, strict=True)}
+        return new
+
+    def delete(self, keys, *, timeout=None):
+        self._called("delete", len(keys))
+        return sum(self.blocks.pop(one, None) is not None for one in keys)
+
+    def stats(self):
+        return StoreStats()
+
+    def close(self):
+        pass
+
+    def _called(self, name: str, keys: int) -> None:
+        self.calls.append((name, keys))
+        if self.failure is not None:
+            raise self.failure

@@ -1,0 +1,95 @@
+"""Bugs of shared storage, for `make planted`."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tools.planted_kit import Bug, in_python
+
+__all__ = ["STORAGE_BUGS"]
+
+_STORE: Final = ("python/storage/test_directory_store.py",)
+_STORAGE: Final = ("python/storage/test_storage.py",)
+
+STORAGE_BUGS: Final = (
+    Bug(
+        "checksum-not-looked-at",
+        "storage",
+        "a stored block that has rotted on its disk is served as good",
+        in_python(
+            "storage/block_file.py",
+            "return None if checksum == _checksum(content) else",
+            "return None if checksum else",
+        ),
+        _STORE,
+        build="python",
+    ),
+    Bug(
+        "named-before-its-data",
+        "storage",
+        "a block has its name while it is still being written: others read half of it, and a crash leaves it so",
+        in_python("storage/folders.py", 'new = f".{secrets.token_hex(16)}.new"', "new = name"),
+        (*_STORE, "multiprocess/test_storage_kill.py"),
+        build="python",
+    ),
+    Bug(
+        "budget-of-some-writers",
+        "storage",
+        "saves that the application names are left out of the budget: a drive is written to faster than it may be",
+        in_python(
+            "storage/saving.py",
+            "self._wait_for_budget(len(missing) * shared.memory.block_bytes)",
+            "self._wait_for_budget(0 if self._held else len(missing) * shared.memory.block_bytes)",
+        ),
+        ("python/storage/test_write_behind.py",),
+        build="python",
+    ),
+    Bug(
+        "key-without-the-rank-slice",
+        "storage",
+        "the ranks of an instance read each other's heads: they have the same keys",
+        in_python("storage/keys.py", "            rank_slice,\n        )", "        )"),
+        ("python/storage/test_content_keys.py", *_STORAGE),
+        build="python",
+    ),
+    Bug(
+        "freed-under-a-late-read",
+        "storage",
+        "the blocks of a load that is late are given to others while its reader still writes to them",
+        in_python(
+            "storage/loading.py",
+            "addrs = [part.addrs for part in parts if part.ended]",
+            "addrs = [part.addrs for part in parts]",
+        ),
+        _STORAGE,
+        build="python",
+    ),
+    Bug(
+        "links-are-followed",
+        "storage",
+        "a link in a store leads out of its folder: a file elsewhere is read, or opened without an end",
+        in_python(
+            "storage/folders.py",
+            "_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC",
+            "_READ: Final = os.O_RDONLY | os.O_CLOEXEC",
+        ),
+        _STORE,
+        build="python",
+    ),
+    Bug(
+        "copy-of-anothers-block",
+        "storage",
+        "a block that was evicted while it was copied is saved under its key with another prompt's content",
+        in_python("storage/memory.py", "if at < len(now) and now[at] == addrs[at]", "if at < len(addrs)"),
+        ("python/storage/test_write_behind.py",),
+        build="python",
+    ),
+    Bug(
+        "no-breaker",
+        "storage",
+        "a store that is gone costs every request its whole budget",
+        in_python("storage/storage.py", "if whole or not shared.reading.allows():", "if whole:"),
+        _STORAGE,
+        build="python",
+    ),
+)
