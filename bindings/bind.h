@@ -41,8 +41,10 @@ void install_fast_methods(pybind11::module_& module);
 // Methods of the pool that cache prompts. bind_pool calls it.
 void bind_prompts(PoolClass& pool);
 
-// Methods of the pool that move blocks between its tiers, and the classes that they return. bind_pool calls it.
+// Methods of the pool that move and copy blocks between its tiers, and the classes that they return. bind_pool calls
+// them.
 void bind_swap(pybind11::module_& module, PoolClass& pool);
+void bind_copies(pybind11::module_& module, PoolClass& pool);
 
 // Methods of the pool with which an engine takes HBM back for a while. bind_pool calls it.
 void bind_suspend(PoolClass& pool);

@@ -71,34 +71,24 @@ py::array_t<std::uint8_t> key_rows(py::handle keys_argument, py::handle key_byte
   return rows;
 }
 
-std::size_t save(const KeyedCachePointer& cache, py::handle keys_argument, py::handle addresses, py::handle stream) {
+// save, load: between blocks under keys and blocks of the caller.
+template <auto kVerb>
+std::size_t copy_keyed(const KeyedCachePointer& cache, py::handle keys_argument, py::handle addresses,
+                       py::handle stream) {
   const CallerStream after = stream_from(stream);
   const Keys keys = keys_from(keys_argument, cache->key_bytes());
-  const Vector<Address> from = addresses_from(addresses);
+  const Vector<Address> blocks = addresses_from(addresses);
   const GilReleased released;
-  return cache->save(keys.data(), keys.n, {from.data(), from.size()}, after);
+  return ((*cache).*kVerb)(keys.data(), keys.n, {blocks.data(), blocks.size()}, after);
 }
 
-std::size_t load(const KeyedCachePointer& cache, py::handle keys_argument, py::handle addresses, py::handle stream) {
-  const CallerStream after = stream_from(stream);
+// put, get: between blocks under keys and rows of the caller.
+template <auto kVerb, bool kInto>
+std::size_t copy_keyed_rows(const KeyedCachePointer& cache, py::handle keys_argument, py::handle rows_argument) {
   const Keys keys = keys_from(keys_argument, cache->key_bytes());
-  const Vector<Address> into = addresses_from(addresses);
+  const Rows rows(rows_argument, kInto ? "into" : "rows", keys.n, cache->block_bytes(), /*writable=*/kInto);
   const GilReleased released;
-  return cache->load(keys.data(), keys.n, {into.data(), into.size()}, after);
-}
-
-std::size_t put_rows(const KeyedCachePointer& cache, py::handle keys_argument, py::handle rows_argument) {
-  const Keys keys = keys_from(keys_argument, cache->key_bytes());
-  const Rows rows(rows_argument, "rows", keys.n, cache->block_bytes(), /*writable=*/false);
-  const GilReleased released;
-  return cache->save_rows(keys.data(), keys.n, rows.data());
-}
-
-std::size_t get_rows(const KeyedCachePointer& cache, py::handle keys_argument, py::handle into_argument) {
-  const Keys keys = keys_from(keys_argument, cache->key_bytes());
-  const Rows into(into_argument, "into", keys.n, cache->block_bytes(), /*writable=*/true);
-  const GilReleased released;
-  return cache->load_rows(keys.data(), keys.n, into.data());
+  return ((*cache).*kVerb)(keys.data(), keys.n, rows.data());
 }
 
 py::dict to_dict(const KeyedCacheStats& stats) {
@@ -183,7 +173,7 @@ Args:
 
 Returns:
     A KeyedMatch. The blocks stay until it is closed. They are the cache's: read them, and do not free or insert them.)")
-      .def("save", &save, py::arg("keys"), py::arg("addrs"), py::arg("stream") = py::none(),
+      .def("save", &copy_keyed<&KeyedCache::save>, py::arg("keys"), py::arg("addrs"), py::arg("stream") = py::none(),
            R"(Stores copies of blocks in the pool's HBM. Keys that are stored already keep their block.
 
 Args:
@@ -197,7 +187,7 @@ Returns:
 Raises:
     OutOfBlocks: There is no room, because what is stored is pinned, or the pool has too few blocks in DRAM.
     StaleAddress, NotOwner, StateError, DeviceLost: As Pool.copy raises them.)")
-      .def("load", &load, py::arg("keys"), py::arg("into"), py::arg("stream") = py::none(),
+      .def("load", &copy_keyed<&KeyedCache::load>, py::arg("keys"), py::arg("into"), py::arg("stream") = py::none(),
            R"(Copies the blocks that are stored from the first key on into blocks in the pool's HBM.
 
 Args:
@@ -210,7 +200,7 @@ Returns:
 
 Raises:
     StaleAddress, NotOwner, StateError, DeviceLost: As Pool.copy raises them.)")
-      .def("put", &put_rows, py::arg("keys"), py::arg("rows"),
+      .def("put", &copy_keyed_rows<&KeyedCache::save_rows, false>, py::arg("keys"), py::arg("rows"),
            R"(As save, from memory of the caller in ordinary RAM.
 
 Args:
@@ -223,7 +213,7 @@ Returns:
 Raises:
     OutOfBlocks: As in save.
     Unsupported: The memory of the pool is in the processes of its ranks.)")
-      .def("get", &get_rows, py::arg("keys"), py::arg("into"),
+      .def("get", &copy_keyed_rows<&KeyedCache::load_rows, true>, py::arg("keys"), py::arg("into"),
            R"(As load, into memory of the caller in ordinary RAM.
 
 Args:

@@ -260,6 +260,7 @@ Raises:
            py::arg("medium"), py::arg("shape"), py::arg("strides"), py::arg("dtype"));
   bind_prompts(pool_class);
   bind_swap(module, pool_class);
+  bind_copies(module, pool_class);
   bind_suspend(pool_class);
   bind_attend(module, pool_class);
   bind_service(module, pool_class);

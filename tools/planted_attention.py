@@ -36,7 +36,7 @@ ATTENTION_BUGS: Final[tuple[Bug, ...]] = (
             "return base == LseBase::kTwo ? lse : static_cast<float>(static_cast<double>(lse) / kLn2);",
             "return base == LseBase::kTwo ? lse : lse;",
         ),
-        ("attention_partial_test.cpp",),
+        ("attention_foreign_test.cpp",),
     ),
     Bug(
         "part-twice",

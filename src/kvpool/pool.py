@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvpool import _core
+from kvpool.alloc.kv_view import kv_view
 from kvpool.alloc.refusals import explained
 from kvpool.alloc.stats import ArenaInfo, MediumStats, PoolStats, stats_of
-from kvpool.arguments import flag_from, int_from, shown
+from kvpool.arguments import flag_from
 from kvpool.cluster import Cluster, Role
 from kvpool.config import Settings, check_names, load
 from kvpool.errors import ArgumentError, ArgumentTypeError, StateError, Unsupported
@@ -21,20 +21,9 @@ from kvpool.index import EventStream, MatchReport
 from kvpool.peers import Attachment, Inbox, NetworkedPool, Peers, Ranks
 from kvpool.peers.attach import attach
 from kvpool.transfer import Batch, ParallelConfig
-from kvpool.types import DRAM, HBM, KVLayout, Medium, OneMedium, RawLayout, SettingArguments, TokenVector
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack  # of mypy's: Python 3.10 has none
-elif sys.version_info >= (3, 11):
-    from typing import Unpack
-else:
-
-    class Unpack:
-        """Lets typing.get_type_hints read the annotation where typing has no Unpack."""
-
-        def __class_getitem__(cls, item: object) -> object:
-            return item
-
+from kvpool.types import HBM, KVLayout, OneMedium, RawLayout, SettingArguments, TokenVector
+from kvpool.types.memories import one_medium, ordinal_of
+from kvpool.types.setting_arguments import Unpack
 
 __all__ = ["ArenaInfo", "MediumStats", "Pool", "PoolStats"]
 
@@ -45,8 +34,6 @@ _LOCAL_SETTINGS = (
     "policy", "copy_threads", "huge_pages", "numa_node", "check_memory", "pin_dram", "device_memory", "audit",
     "zero_on_alloc", "lend_max", "timeout_s",
 )  # fmt: skip
-
-_DIGITS_MAX = 4  # of the number of a GPU
 
 
 class Pool(NetworkedPool):
@@ -109,7 +96,7 @@ class Pool(NetworkedPool):
         if not isinstance(layout, KVLayout | RawLayout):
             raise ArgumentTypeError(f"layout must be a KVLayout or a RawLayout, not {type(layout).__name__}")
         check_names(settings, Pool.__init__)
-        ordinal = _ordinal(device)
+        ordinal = ordinal_of(device)
         if hbm is not None and (type(hbm_blocks) is not int or hbm_blocks):
             raise ArgumentError("give hbm_blocks or the engine's own tensors as hbm, not both", hbm_blocks=hbm_blocks)
         if flag_from(engine_allocates, "engine_allocates") and hbm is None and parallel is None:
@@ -153,14 +140,14 @@ class Pool(NetworkedPool):
                 adopted=adopted,
                 block_dim=block_dim,
                 engine_allocates=engine_allocates,
-                shape=_shape(layout),
+                shape=None if isinstance(layout, RawLayout) else layout._numbers,
                 parallel=None if parallel is None else parallel._core_tuple(),
                 device=device,
                 attend_threads=_attend_threads(self.settings),
                 space=space,
                 **options,
             )
-        self._gpu = _ordinal(device_name := self.arena(HBM).device)
+        self._gpu = ordinal_of(device_name := self.arena(HBM).device)
         bounds = _core.kernel_piece_bytes(self._gpu)
         if bounds is not None:
             _log.info("%s: kernels copy pieces of up to %d bytes out, %d in, %d within", device_name, *bounds)
@@ -262,7 +249,7 @@ class Pool(NetworkedPool):
         Raises:
             StateError: The medium is adopted memory: use the engine's tensors. Or the memory is in ranks.
         """
-        medium = _one_medium(medium)
+        medium = one_medium(medium)
         stats = self.stats()
         blocks = stats.hbm.capacity if medium == HBM else stats.dram.capacity
         layout = self.kv_layout
@@ -272,12 +259,12 @@ class Pool(NetworkedPool):
             raise StateError("HBM is adopted memory: the engine's own tensors are the view")
         if isinstance(layout, RawLayout) or self._adopted:
             return self._view(int(medium), [blocks, layout.block_bytes], [self._block_stride, 1], "uint8")
-        shape, strides = _kv_view(layout, blocks, self._block_stride)
+        shape, strides = kv_view(layout, blocks, self._block_stride)
         return self._view(int(medium), shape, strides, layout.dtype)
 
     def arena(self, medium: OneMedium) -> ArenaInfo:
         """The size, kind and device of a medium's memory."""
-        return ArenaInfo(**self._arena(int(_one_medium(medium))))
+        return ArenaInfo(**self._arena(int(one_medium(medium))))
 
     def stats(self) -> PoolStats:
         """The state of every block and the counters, at one moment."""
@@ -398,10 +385,6 @@ def _attend_threads(settings: Settings) -> int:
     return settings.attend_threads or min(len(os.sched_getaffinity(0)), 256)
 
 
-def _shape(layout: KVLayout | RawLayout) -> tuple[int, int, int, str, int, bool, bool] | None:
-    return None if isinstance(layout, RawLayout) else layout._numbers
-
-
 def _check_parallel(parallel: object, layout: KVLayout | RawLayout, device: str, hbm: Sequence[Any] | None) -> None:
     if parallel is None:
         return
@@ -411,34 +394,3 @@ def _check_parallel(parallel: object, layout: KVLayout | RawLayout, device: str,
         raise ArgumentError("only a KVLayout can be shared among ranks: a RawLayout does not say where heads begin")
     if hbm is not None or device != "cpu":
         raise ArgumentError("the memory of a logical instance is its ranks': give hbm and device to RankArena.join")
-
-
-def _ordinal(device: object) -> int:
-    """The number of the GPU, or -1 for the CPU."""
-    if not isinstance(device, str):
-        raise ArgumentTypeError(f"device must be a str, not {type(device).__name__}")
-    if device == "cpu":
-        return -1
-    name, colon, number = device.partition(":")
-    digits = number if colon else "0"
-    if name != "cuda" or not (digits.isascii() and digits.isdigit()) or len(digits) > _DIGITS_MAX:
-        raise ArgumentError(f"device is {shown(device)}; it must be 'cpu' or 'cuda:N'")
-    return int(digits)
-
-
-def _one_medium(value: object) -> Medium:
-    number = int_from(value, "medium, kvpool.HBM or kvpool.DRAM,")
-    if number not in (HBM, DRAM):
-        raise ArgumentError(f"medium must be kvpool.HBM (1) or kvpool.DRAM (2), and is {shown(number)}", value=number)
-    return Medium(number)
-
-
-def _kv_view(layout: KVLayout, blocks: int, stride: int) -> tuple[list[int], list[int]]:
-    """Shape and strides (bytes) of [block, *layout.shape] over an owned arena; `stride` of aggregated blocks."""
-    *pieces, first, second, dim = layout.shape  # head and token, or token and head
-    row = dim * layout.itemsize
-    piece = first * second * row
-    # Pieces lie one after another within a block (aggregated), or each in a segment of all blocks (discrete).
-    block_stride, piece_stride = (stride, piece) if layout.order == "aggregated" else (piece, piece * blocks)
-    per_layer = [2 * piece_stride, piece_stride] if layout.pages == "split" else [piece_stride]
-    return [blocks, *pieces, first, second, dim], [block_stride, *per_layer, second * row, row, layout.itemsize]

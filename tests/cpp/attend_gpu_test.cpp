@@ -13,7 +13,7 @@
 #include "fuzz_seeds.h"
 #include "gpu_attention_kit.h"
 #include "kvpool/base/clock.h"
-#include "sleep_while.h"
+#include "soon.h"
 #include "thrown.h"
 
 #ifdef KVPOOL_FAKE_CUDA

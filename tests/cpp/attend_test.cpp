@@ -13,7 +13,7 @@
 #include "kvpool/base/clock.h"
 #include "kvpool/sequences/attender.h"
 #include "sequence_kit.h"
-#include "sleep_while.h"
+#include "soon.h"
 #include "thrown.h"
 
 namespace kvpool::testing {

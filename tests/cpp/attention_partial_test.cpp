@@ -1,3 +1,4 @@
+// Parts of an attention: how they merge, and what is refused.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -13,6 +14,7 @@
 #include "kvpool/attention/merge_tree.h"
 #include "kvpool/attention/partial.h"
 #include "kvpool/base/error.h"
+#include "partial_kit.h"
 
 namespace kvpool {
 namespace {
@@ -20,35 +22,7 @@ namespace {
 using testing::Dice;
 using testing::finished;
 using testing::lse_of;
-
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr KernelId kAvx2{AttentionIsa::kAvx2, 1};
-constexpr PartialShape kSmall{2, 3, 8};
-
-// What a kernel could have computed for a range: some rows saw nothing there.
-PartialNode made_up_node(const PartialShape& shape, TokenRange range, Dice& dice, KernelId kernel = kAvx2) {
-  PartialNode node{range, kernel, true, std::vector<float>(PartialNode::floats(shape))};
-  float* max = node.values.data() + shape.values();
-  for (std::size_t row = 0; row < shape.rows(); ++row) {
-    const bool seen = !dice.one_in(5);
-    max[row] = seen ? static_cast<float>(20.0 * testing::uniform(dice)) : -kInfinity;
-    max[shape.rows() + row] = seen ? static_cast<float>(1.0 + std::abs(testing::uniform(dice))) : 0.0F;
-    for (std::size_t d = 0; d < shape.head_dim; ++d) {
-      node.values[row * shape.head_dim + d] = seen ? static_cast<float>(testing::uniform(dice)) : 0.0F;
-    }
-  }
-  return node;
-}
-
-PartialAttention made_up_part(const PartialShape& shape, TokenRange range, Dice& dice) {
-  std::vector<PartialNode> nodes;
-  for (const TokenRange& node : maximal_nodes(range)) nodes.push_back(made_up_node(shape, node, dice));
-  return {shape, std::move(nodes)};
-}
-
-bool same_bits(std::span<const float> a, std::span<const float> b) {
-  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size_bytes()) == 0;
-}
+using namespace testing::parts;  // NOLINT(google-build-using-namespace)
 
 // Fails unless `call` throws this code and leaves the part as it is.
 template <class Call>
@@ -327,91 +301,6 @@ TEST_CASE("parts of different kernels merge, and say that their bits are not can
   apart.merge(PartialAttention(kSmall, {made_up_node(kSmall, {2048, 3072}, dice, {AttentionIsa::kAvx2, 2})}));
   CHECK_FALSE(apart.exact());
   CHECK(kernel_name(kAvx2) == "avx2/1");
-}
-
-TEST_CASE("lse and results of other implementations come in any base, order and type") {
-  Dice dice(9);
-  const PartialShape shape{3, 4, 16};
-  const PartialAttention part = made_up_part(shape, {0, 1500}, dice);
-  const std::vector<float> out = finished(part, 1500);
-  const TokenRange covers{0, 1500};
-  for (const LseBase base : {LseBase::kTwo, LseBase::kE}) {
-    for (const RowOrder order : {RowOrder::kHeadsFirst, RowOrder::kTokensFirst}) {
-      for (const DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBfloat16}) {
-        std::vector<std::byte> typed(shape.values() * dtype_bytes(dtype));
-        part.finish(dtype, 1500, typed);
-        const std::vector<float> lse = lse_of(part, base, order);
-        const PartialAttention back =
-            PartialAttention::from_lse(shape, typed, dtype, lse, base, order, std::span(&covers, 1));
-        CHECK(back.has_foreign());
-        CHECK_FALSE(back.exact());
-        const double step = dtype == DType::kFloat32 ? 0.0 : dtype == DType::kFloat16 ? 0x1p-11 : 0x1p-8;
-        const std::vector<float> again = finished(back, 1500);
-        for (std::size_t i = 0; i < out.size(); ++i) {
-          CHECK(std::abs(double{again[i]} - double{out[i]}) <= step * std::abs(double{out[i]}));
-        }
-        for (std::size_t row = 0; row < lse.size(); ++row) {
-          const float got = lse_of(back, base, order)[row];
-          CHECK((got == lse[row] || std::abs(got - lse[row]) <= 1e-5F));
-        }
-      }
-    }
-  }
-  // The order and the base are what they say.
-  const std::vector<float> two = lse_of(part, LseBase::kTwo, RowOrder::kHeadsFirst);
-  const std::vector<float> natural = lse_of(part, LseBase::kE, RowOrder::kTokensFirst);
-  for (std::size_t head = 0; head < 4; ++head) {
-    for (std::size_t token = 0; token < 3; ++token) {
-      const float a = two[head * 3 + token];
-      const float b = natural[token * 4 + head];
-      CHECK((a == b || std::abs(a * 0.69314718F - b) <= 1e-5F));
-    }
-  }
-}
-
-TEST_CASE("two halves that two engines computed are as one, in whatever order they arrive") {
-  // One row, one element; lse from scores that are known. Tokens 0 and 1 have the scores 1 and 3, token 2 has 2.
-  const PartialShape shape{1, 1, 1};
-  const double left_sum = std::exp(1.0) + std::exp(3.0);
-  const std::vector<float> left_out{static_cast<float>((std::exp(1.0) * 5 + std::exp(3.0) * 7) / left_sum)};
-  const std::vector<float> left_lse{static_cast<float>(std::log(left_sum))};
-  const std::vector<float> right_out{11.0F};
-  const std::vector<float> right_lse{static_cast<float>(2.0 / std::log(2.0))};
-  const TokenRange left_covers{0, 2};
-  const TokenRange right_covers{2, 3};
-  const auto left = PartialAttention::from_lse(shape, std::as_bytes(std::span(left_out)), DType::kFloat32, left_lse,
-                                               LseBase::kE, RowOrder::kHeadsFirst, std::span(&left_covers, 1));
-  const auto right = PartialAttention::from_lse(shape, std::as_bytes(std::span(right_out)), DType::kFloat32, right_lse,
-                                                LseBase::kTwo, RowOrder::kHeadsFirst, std::span(&right_covers, 1));
-  const double sum = left_sum + std::exp(2.0);
-  const double expected = (std::exp(1.0) * 5 + std::exp(3.0) * 7 + std::exp(2.0) * 11) / sum;
-  const std::array both{left, right};
-  const std::array reversed{right, left};
-  CHECK(std::abs(double{finished(merged(both), 3)[0]} - expected) <= 2e-6);
-  CHECK(std::abs(double{lse_of(merged(both), LseBase::kE, RowOrder::kHeadsFirst)[0]} - std::log(sum)) <= 1e-6);
-  CHECK(same_bits(finished(merged(both), 3), finished(merged(reversed), 3)));
-}
-
-TEST_CASE("lse that is +inf or NaN, or does not fit, is refused") {
-  const TokenRange covers{0, 5};
-  std::vector<float> out(kSmall.values());
-  std::vector<float> lse(kSmall.rows());
-  const auto made = [&](DType dtype, std::span<const TokenRange> ranges) {
-    return PartialAttention::from_lse(kSmall, std::as_bytes(std::span(out)), dtype, lse, LseBase::kE,
-                                      RowOrder::kHeadsFirst, ranges);
-  };
-  CHECK_NOTHROW(made(DType::kFloat32, std::span(&covers, 1)));
-  CHECK_THROWS_AS(made(DType::kFloat16, std::span(&covers, 1)), Error);  // half as many bytes
-  CHECK_THROWS_AS(made(DType::kUint8, std::span(&covers, 1)), Error);
-  CHECK_THROWS_AS(made(DType::kFloat32, {}), Error);
-  const std::array overlapping{covers, TokenRange{4, 6}};
-  CHECK_THROWS_AS(made(DType::kFloat32, overlapping), Error);
-  lse[2] = kInfinity;
-  CHECK_THROWS_AS(made(DType::kFloat32, std::span(&covers, 1)), Error);
-  lse[2] = std::nanf("");
-  CHECK_THROWS_AS(made(DType::kFloat32, std::span(&covers, 1)), Error);
-  lse.pop_back();
-  CHECK_THROWS_AS(made(DType::kFloat32, std::span(&covers, 1)), Error);
 }
 
 TEST_CASE("NaN in what a part holds is not lost in a merge") {

@@ -13,7 +13,7 @@
 #include "lent_team.h"
 #include "peer_process.h"
 #include "route_trial.h"
-#include "sleep_while.h"
+#include "soon.h"
 
 namespace kvpool {
 namespace {

@@ -15,7 +15,7 @@
 #include "kvpool/cuda/copier.h"
 #include "kvpool/net/reactor.h"
 #include "kvpool/routes/cuda_ipc/cuda_route.h"
-#include "sleep_while.h"
+#include "soon.h"
 #include "table_kernels.h"
 #include "thrown.h"
 

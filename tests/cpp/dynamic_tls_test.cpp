@@ -9,7 +9,7 @@
 #include "doctest/doctest.h"
 #include "fake_paths.h"
 #include "new_process.h"
-#include "sleep_while.h"
+#include "soon.h"
 
 namespace kvpool::testing {
 

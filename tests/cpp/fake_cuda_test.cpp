@@ -19,7 +19,7 @@
 #include "kvpool/cuda/stream.h"
 #include "kvpool/cuda/wait_word.h"
 #include "kvpool/net/reactor.h"
-#include "sleep_while.h"
+#include "soon.h"
 #include "thrown.h"
 
 #ifdef KVPOOL_FAKE_CUDA

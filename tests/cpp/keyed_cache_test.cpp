@@ -2,114 +2,24 @@
 #include "kvpool/pool/keyed_cache.h"
 
 #include <doctest/doctest.h>
-#include <sys/types.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
-#include <cstring>
 #include <memory>
 #include <numeric>
-#include <optional>
 #include <span>
 #include <string>
-#include <thread>
 #include <vector>
 
-#include "child_process.h"
-#include "device_kit.h"
-#include "keyed_view.h"
+#include "keyed_cache_kit.h"
 #include "kvpool/base/error.h"
 #include "kvpool/pool/peer_claims.h"
 #include "pool_fixture.h"
-#include "shared_space_kit.h"
-#include "sleep_while.h"
-#include "swap_kit.h"
 #include "thrown.h"
 
 namespace kvpool::testing {
+using namespace keyed_caches;  // NOLINT(google-build-using-namespace)
 namespace {
-
-using Numbers = std::vector<std::uint64_t>;
-using Bits = std::vector<bool>;
-constexpr std::size_t kBlockBytes = 128;  // two pieces of 64 in HBM
-
-// Rows of blocks; each byte of a row is made of its number and where it lies.
-std::vector<std::byte> rows_of(const Numbers& numbers) {
-  std::vector<std::byte> rows;
-  for (const std::uint64_t number : numbers) {
-    for (std::size_t i = 0; i < kBlockBytes; ++i) rows.push_back(static_cast<std::byte>(number * 31 + i));
-  }
-  return rows;
-}
-
-struct Rig {
-  explicit Rig(std::size_t blocks_max, std::uint32_t hbm = 8, std::uint32_t dram = 8)
-      : pool(std::make_shared<Pool>(small_options(hbm, dram))),
-        cache(std::make_shared<KeyedCache>(pool, 16, blocks_max)) {}
-
-  Rig(std::shared_ptr<Pool> with, std::size_t blocks_max)
-      : pool(std::move(with)), cache(std::make_shared<KeyedCache>(pool, 16, blocks_max)) {}
-
-  std::size_t put(const Numbers& numbers) {
-    return cache->save_rows(keys_of(numbers, 16).data(), numbers.size(), rows_of(numbers).data());
-  }
-  // Content of the blocks from the first on, each of which has to be the right one.
-  std::size_t get(const Numbers& numbers) {
-    std::vector<std::byte> rows(numbers.size() * kBlockBytes);
-    const std::size_t n = cache->load_rows(keys_of(numbers, 16).data(), numbers.size(), rows.data());
-    const std::vector<std::byte> expected = rows_of(numbers);
-    CHECK(std::equal(rows.begin(), rows.begin() + static_cast<std::ptrdiff_t>(n * kBlockBytes), expected.begin()));
-    const auto is_zero = [](std::byte byte) { return byte == std::byte{0}; };
-    CHECK(std::all_of(rows.begin() + static_cast<std::ptrdiff_t>(n * kBlockBytes), rows.end(), is_zero));
-    return n;
-  }
-  KeyPins pin(const Numbers& numbers, Addresses* addresses = nullptr) {
-    std::vector<KeyedEntry*> entries;
-    Addresses found(numbers.size());
-    const auto hit = cache->match(keys_of(numbers, 16).data(), numbers.size(), false, entries, found.data(), nullptr);
-    found.resize(hit.found);
-    if (addresses != nullptr) *addresses = found;
-    return {cache, std::move(entries)};
-  }
-  std::size_t save(const Numbers& numbers, const Addresses& from) {
-    return cache->save(keys_of(numbers, 16).data(), numbers.size(), from, {});
-  }
-  std::size_t load(const Numbers& numbers, const Addresses& into) {
-    return cache->load(keys_of(numbers, 16).data(), numbers.size(), into, {});
-  }
-  Bits stored(const Numbers& numbers) { return stored_in(*cache, numbers); }
-  std::size_t free_dram() {
-    return pool->stats().media[Medium::kDram].by_state[static_cast<std::size_t>(BlockState::kFree)];
-  }
-
-  std::shared_ptr<Pool> pool;
-  std::shared_ptr<KeyedCache> cache;
-};
-
-void fill(Rig& rig, Address address, std::uint64_t number) {
-  const std::shared_ptr<Arena> arena = rig.pool->arena(medium_of(address));
-  const std::vector<std::byte> row = rows_of({number});
-  std::size_t offset = 0;
-  for (const Segment& segment : arena->segments()) {
-    std::copy_n(row.begin() + static_cast<std::ptrdiff_t>(offset), segment.bytes,
-                segment.base + block_of(address) * segment.stride);
-    offset += segment.bytes;
-  }
-}
-
-bool holds(Rig& rig, Address address, std::uint64_t number) {
-  const std::shared_ptr<Arena> arena = rig.pool->arena(medium_of(address));
-  const std::vector<std::byte> row = rows_of({number});
-  std::size_t offset = 0;
-  for (const Segment& segment : arena->segments()) {
-    const std::byte* at = segment.base + block_of(address) * segment.stride;
-    if (!std::equal(at, at + segment.bytes, row.begin() + static_cast<std::ptrdiff_t>(offset))) return false;
-    offset += segment.bytes;
-  }
-  return true;
-}
 
 TEST_CASE("a keyed cache gives back what was put in, from the first key on") {
   Rig rig(8);
@@ -352,105 +262,6 @@ TEST_CASE("in a pool whose HBM an engine allocates, blocks that are read are fre
   rig.cache->audit();
   rig.pool->audit();
 }
-
-// It used to wait for its lock, which nobody gives back in a child.
-TEST_CASE("whether a cache is closed is known while another thread uses it, and in a forked child") {
-  Space space(16, 16, 2);
-  Rig rig(space.make_pool(2), 4);
-  rig.put({1});
-  std::atomic<pid_t> id{0};
-  std::optional<SpaceLock> lock(space.space->lock());
-  std::thread other([&] {
-    id = gettid();
-    rig.cache->evict(1);  // waits for the space, with the lock of the cache
-  });
-  sleep_while([&] { return id == 0; });
-  CHECK(falls_asleep(id));
-  const int status = test::run_in_child([&] {
-    alarm(60);  // it has hung
-    return rig.cache->closed() ? 1 : 0;
-  });
-  CHECK(status == 0);
-  lock.reset();
-  other.join();
-  CHECK_FALSE(rig.cache->closed());
-  rig.cache->close();
-  CHECK(rig.cache->closed());
-}
-
-TEST_CASE("threads that save, load and evict see whole blocks, each under its own key") {
-  Rig rig(6, /*hbm=*/0, /*dram=*/12);
-  std::vector<std::thread> threads;
-  for (std::uint64_t id = 0; id < 4; ++id) {
-    threads.emplace_back([&, id] {
-      for (std::uint64_t round = 0; round < 150; ++round) {
-        const std::uint64_t first = (round * 5 + id) % 9;
-        const Numbers numbers{first, first + 1};
-        try {
-          rig.put(numbers);
-        } catch (const Error& error) {
-          CHECK(error.code() == ErrorCode::kOutOfBlocks);  // all is pinned
-        }
-        rig.get(numbers);
-        if (id == 0) rig.cache->evict(1);
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  rig.cache->audit();
-  rig.pool->audit();
-  rig.cache->close();
-  CHECK(rig.free_dram() == 12);
-}
-
-#ifdef KVPOOL_FAKE_CUDA
-
-struct GpuRig {
-  GpuRig() {
-    PoolOptions options = small_options(8, 8);
-    options.device = 0;
-    options.pin_dram = true;
-    pool = std::make_shared<Pool>(options);
-    cache = std::make_shared<KeyedCache>(pool, 16, 4);
-  }
-
-  const FakeCuda cuda;
-  std::shared_ptr<Pool> pool;
-  std::shared_ptr<KeyedCache> cache;
-};
-
-TEST_CASE("blocks on a GPU are saved to host memory under keys, and loaded into other blocks") {
-  GpuRig rig;
-  const Addresses from = alloc(*rig.pool, 3);
-  const Addresses into = alloc(*rig.pool, 3);
-  for (std::size_t i = 0; i < 3; ++i) stamp(*rig.pool, from[i], 100 + i);
-  CHECK(rig.cache->save(keys_of({1, 2, 3}, 16).data(), 3, from, {}) == 3);
-  for (const Address address : from) stamp(*rig.pool, address, 7);
-  for (const Address address : into) stamp(*rig.pool, address, 8);
-  CHECK(rig.cache->load(keys_of({3, 1, 9}, 16).data(), 3, into, {}) == 2);
-  CHECK(has_stamp(*rig.pool, into[0], 102));
-  CHECK(has_stamp(*rig.pool, into[1], 100));
-  CHECK(has_stamp(*rig.pool, into[2], 8));
-  std::vector<std::byte> rows(kBlockBytes);
-  CHECK(rig.cache->load_rows(keys_of({2}, 16).data(), 1, rows.data()) == 1);
-  std::uint64_t value = 0;
-  std::memcpy(&value, rows.data(), sizeof value);
-  CHECK(value == 101);
-  rig.cache->audit();
-}
-
-TEST_CASE("a GPU that is lost while a save copies ends it, and the cache gives its blocks back") {
-  GpuRig rig;
-  const Addresses from = alloc(*rig.pool, 3);
-  CHECK(rig.cache->save(keys_of({1}, 16).data(), 1, {from.data(), 1}, {}) == 1);
-  rig.cuda.lose(0, 700);
-  CHECK(code_of([&] { rig.cache->save(keys_of({2, 3}, 16).data(), 2, {from.data() + 1, 2}, {}); }) ==
-        ErrorCode::kDeviceLost);
-  CHECK(code_of([&] { stored_in(*rig.cache, {1}); }) == ErrorCode::kDeviceLost);
-  rig.cache->close();
-}
-
-#endif  // KVPOOL_FAKE_CUDA
 
 }  // namespace
 }  // namespace kvpool::testing

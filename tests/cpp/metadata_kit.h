@@ -1,6 +1,12 @@
 // Peer metadata with every field set, for tests of metadata and of code that carries them.
 #pragma once
 
+#include <doctest/doctest.h>
+
+#include <functional>
+#include <string>
+
+#include "kvpool/base/error.h"
 #include "kvpool/net/connect/peer_metadata.h"
 
 namespace kvpool::testing {
@@ -66,6 +72,72 @@ inline Bytes written(const PeerMetadata& metadata) {
   WireWriter writer(out);
   write_metadata(metadata, writer);
   return out;
+}
+
+using MetadataChange = std::function<void(PeerMetadata&)>;
+
+// The bytes of peer metadata, without the checks of write_metadata: as an attacker writes them.
+inline Bytes forged(const PeerMetadata& metadata) {
+  Bytes out;
+  WireWriter writer(out);
+  writer.number(std::uint32_t{0})
+      .number(metadata.instance)
+      .number(metadata.incarnation)
+      .number(metadata.pid)
+      .number(metadata.block_tokens);
+  writer.text(metadata.name).text(metadata.host).text(metadata.model).text(metadata.local_socket);
+  writer.array(std::span<const std::uint64_t>(metadata.piece_bytes))
+      .number(static_cast<std::uint32_t>(metadata.routes.size()));
+  for (const std::string& route : metadata.routes) writer.text(route);
+  for (const MetadataMedium& medium : metadata.media) {
+    writer.number(medium.blocks).number(static_cast<std::uint8_t>(medium.kind)).number(medium.mapped_bytes);
+    writer.array(std::span<const MetadataSegment>(medium.segments));
+    writer.array(std::span<const MetadataAllocation>(medium.allocations));
+  }
+  writer.blob(metadata.ucx);
+  writer.number(metadata.format.kv_heads).number(metadata.format.head_dim);
+  writer.number(static_cast<std::uint8_t>(metadata.format.dtype));
+  writer.number(static_cast<std::uint8_t>(metadata.format.tokens_first));
+  writer.number(static_cast<std::uint8_t>(metadata.format.fused));
+  writer.number(metadata.meeting)
+      .number(metadata.rank_of)
+      .number(metadata.rank)
+      .text(metadata.address)
+      .number(metadata.tp);
+  writer.array(std::span<const std::uint32_t>(metadata.stage_layers));
+  writer.number(static_cast<std::uint32_t>(metadata.ranks.size()));
+  for (const MetadataRank& rank : metadata.ranks) writer.number(rank.rank).number(rank.incarnation).text(rank.address);
+  return out;
+}
+
+inline std::string refusal(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    CHECK(error.code() == ErrorCode::kProtocol);
+    return error.what();
+  }
+  return "nothing was refused";
+}
+
+// Neither side lets such peer metadata pass, and both say why.
+inline void check_refused(const char* says, const MetadataChange& change, PeerMetadata metadata = sample_metadata()) {
+  change(metadata);
+  const Bytes bytes = forged(metadata);
+  CAPTURE(says);
+  WireReader in(bytes);
+  const std::string at_reading = refusal([&] { read_metadata(in); });
+  CHECK_MESSAGE(at_reading.find(says) != std::string::npos, at_reading);
+  const std::string at_writing = refusal([&] { written(metadata); });
+  CHECK_MESSAGE(at_writing.find("metadata of a peer") != std::string::npos, at_writing);
+}
+
+inline void check_accepted(const MetadataChange& change) {
+  PeerMetadata metadata = sample_metadata();
+  change(metadata);
+  const Bytes bytes = written(metadata);
+  WireReader in(bytes);
+  CHECK_NOTHROW(read_metadata(in));
 }
 
 }  // namespace kvpool::testing

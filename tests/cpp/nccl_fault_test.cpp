@@ -13,7 +13,7 @@
 #include "nccl_pools.h"
 #include "peer_process.h"
 #include "session_kit.h"
-#include "sleep_while.h"
+#include "soon.h"
 
 #ifdef KVPOOL_FAKE_CUDA
 
@@ -357,7 +357,7 @@ TEST_CASE("nccl: either process is killed in the middle of a transfer") {
       sent = a.service->transfer(NcclPair::request({nullptr, nullptr, nullptr, "b"}, alloc(*a.pool, 3)));
     }
     other.go();
-    REQUIRE(NcclPair::eventually([&] { return nccl.count(sender_dies ? "ncclRecv" : "ncclSend") >= 1; }));
+    REQUIRE(soon([&] { return nccl.count(sender_dies ? "ncclRecv" : "ncclSend") >= 1; }));
     CHECK(a.count(sender_dies ? BlockState::kReserved : BlockState::kActive) == 3);
     CHECK(other.kill_and_wait() == -SIGKILL);
     if (sent != nullptr) {
@@ -365,8 +365,8 @@ TEST_CASE("nccl: either process is killed in the middle of a transfer") {
       REQUIRE(error);
       CHECK(error->code() == ErrorCode::kPeerLost);
     }
-    CHECK(NcclPair::eventually([&] { return a.count(BlockState::kReserved) == 0; }));
-    CHECK(NcclPair::eventually([&] { return nccl.count("communicators") == 0; }));
+    CHECK(soon([&] { return a.count(BlockState::kReserved) == 0; }));
+    CHECK(soon([&] { return nccl.count("communicators") == 0; }));
     a.pool->close();
   }
 }

@@ -17,6 +17,7 @@
 #include "kvpool/pool/pool.h"
 #include "kvpool/ranks/instance_ranks.h"
 #include "pool_fixture.h"
+#include "soon.h"
 #include "thrown.h"
 
 namespace kvpool::testing {
@@ -127,15 +128,6 @@ struct NcclPair {
     REQUIRE(received != nullptr);
     CHECK(are_filled(to, received->addresses, value));
     to.pool->free(received->addresses.data(), received->addresses.size());
-  }
-  template <class Holds>
-  static bool eventually(const Holds& holds) {
-    const std::int64_t until = in(60);
-    while (!holds()) {
-      if (monotonic_ns() > until) return false;
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-    return true;
   }
 };
 

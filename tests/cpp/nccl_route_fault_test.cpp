@@ -22,7 +22,7 @@ TEST_CASE("nccl: a communicator that is never complete ends at the deadline, and
   CHECK(error->code() == ErrorCode::kDeadline);
   pair.nccl.set("join", 1);
   pair.exchange(pair.a, pair.b, blocks, 10);
-  CHECK(NcclPair::eventually([&] { return pair.b.count(BlockState::kReserved) == 0; }));
+  CHECK(soon([&] { return pair.b.count(BlockState::kReserved) == 0; }));
 }
 
 TEST_CASE("nccl: content that never arrives ends at the deadline") {
@@ -34,7 +34,7 @@ TEST_CASE("nccl: content that never arrives ends at the deadline") {
   const auto error = NcclPair::end_of(*late);
   REQUIRE(error);
   CHECK(error->code() == ErrorCode::kDeadline);
-  CHECK(NcclPair::eventually([&] { return pair.b.count(BlockState::kReserved) == 0; }));
+  CHECK(soon([&] { return pair.b.count(BlockState::kReserved) == 0; }));
   pair.nccl.set("stall", 0);
   pair.exchange(pair.a, pair.b, blocks, 10);
 }
@@ -48,7 +48,7 @@ TEST_CASE("nccl: a receiver waits for a pass no longer than its limit, whatever 
   const auto error = NcclPair::end_of(*late);
   REQUIRE(error);
   CHECK(error->code() == ErrorCode::kRouteFailed);
-  CHECK(NcclPair::eventually([&] { return pair.b.count(BlockState::kReserved) == 0; }));
+  CHECK(soon([&] { return pair.b.count(BlockState::kReserved) == 0; }));
   pair.nccl.set("stall", 0);
   pair.exchange(pair.a, pair.b, blocks, 10);
 }
@@ -60,14 +60,14 @@ TEST_CASE("nccl: a transfer that is cancelled in the middle holds up nothing") {
   pair.nccl.set("stall", 1);
   const std::size_t groups = pair.nccl.count("ncclGroupStart");
   const auto sent = pair.a.service->transfer(NcclPair::request(pair.b, blocks));
-  REQUIRE(NcclPair::eventually([&] { return pair.nccl.count("ncclGroupStart") >= groups + 2; }));
+  REQUIRE(soon([&] { return pair.nccl.count("ncclGroupStart") >= groups + 2; }));
   CHECK(pair.b.count(BlockState::kReserved) == 2);
   // The other direction is not held up: it only waits for its own.
   CHECK(sent->cancel());
   const auto error = NcclPair::end_of(*sent);
   REQUIRE(error);
   CHECK(error->code() == ErrorCode::kCancelled);
-  CHECK(NcclPair::eventually([&] { return pair.b.count(BlockState::kReserved) == 0; }));
+  CHECK(soon([&] { return pair.b.count(BlockState::kReserved) == 0; }));
   pair.nccl.set("stall", 0);
   pair.exchange(pair.a, pair.b, blocks, 10);
 }
@@ -128,7 +128,7 @@ TEST_CASE("nccl: after a pass has stood still to the deadline, or a communicator
     CHECK(late->code() == ErrorCode::kDeadline);
     // The transfer ends by its deadline; the thread that waits for the pass notes soon after that the pass has not
     // ended.
-    REQUIRE(NcclPair::eventually([&] { return pair.a.service->peers()[0].route_failures.size() == 1; }));
+    REQUIRE(soon([&] { return pair.a.service->peers()[0].route_failures.size() == 1; }));
     const auto failures = pair.a.service->peers()[0].route_failures;
     CHECK(failures[0].route == "nccl");
     CHECK(failures[0].report.able);
@@ -186,7 +186,7 @@ TEST_CASE("nccl: a peer is lost in the middle: both sides end, and no block is l
     fetch.from = blocks;
     fetch.deadline_ns = NcclPair::in(30);
     const auto fetched = pair.b.service->fetch(std::move(fetch));
-    REQUIRE(NcclPair::eventually([&] { return pair.nccl.count("ncclRecv") >= 1; }));
+    REQUIRE(soon([&] { return pair.nccl.count("ncclRecv") >= 1; }));
     if (receiver_ends) {
       pair.b.service->disconnect("a", {});
     } else {
@@ -197,9 +197,9 @@ TEST_CASE("nccl: a peer is lost in the middle: both sides end, and no block is l
       REQUIRE(error);
       CHECK(error->code() == ErrorCode::kPeerLost);
     }
-    CHECK(NcclPair::eventually([&] { return pair.b.count(BlockState::kFree) == 32; }));
-    CHECK(NcclPair::eventually([&] { return pair.a.count(BlockState::kActive) == 3; }));
-    CHECK(NcclPair::eventually([&] { return pair.nccl.count("communicators") == 0; }));
+    CHECK(soon([&] { return pair.b.count(BlockState::kFree) == 32; }));
+    CHECK(soon([&] { return pair.a.count(BlockState::kActive) == 3; }));
+    CHECK(soon([&] { return pair.nccl.count("communicators") == 0; }));
     pair.nccl.set("stall", 0);
     pair.meet();
     pair.exchange(pair.a, pair.b, blocks, 10);
@@ -211,7 +211,7 @@ TEST_CASE("nccl: closing a pool in the middle of a transfer does not wait for it
   const Addresses blocks = pair.filled(pair.a, 3, 10);
   pair.nccl.set("stall", 1);
   const auto sent = pair.a.service->transfer(NcclPair::request(pair.b, blocks));
-  REQUIRE(NcclPair::eventually([&] { return pair.nccl.count("ncclRecv") >= 1; }));
+  REQUIRE(soon([&] { return pair.nccl.count("ncclRecv") >= 1; }));
   pair.b.pool->close();
   const auto error = NcclPair::end_of(*sent);
   REQUIRE(error);
@@ -224,7 +224,7 @@ TEST_CASE("nccl: if any NCCL call fails, a transfer is done or it is not, and th
   for (int n = 1;; ++n) {
     // The communicators are new each time.
     pair.a.service->disconnect("b", {});
-    REQUIRE(NcclPair::eventually([&] { return pair.a.service->peers().empty() && pair.b.service->peers().empty(); }));
+    REQUIRE(soon([&] { return pair.a.service->peers().empty() && pair.b.service->peers().empty(); }));
     pair.meet();
     pair.nccl.fail_nth(n, 2);
     const auto sent = pair.a.service->transfer(NcclPair::request(pair.b, blocks));
@@ -240,7 +240,7 @@ TEST_CASE("nccl: if any NCCL call fails, a transfer is done or it is not, and th
       pair.b.pool->free(received->addresses.data(), received->addresses.size());
     }
     pair.exchange(pair.a, pair.b, blocks, 10);
-    CHECK(NcclPair::eventually([&] { return pair.b.count(BlockState::kFree) == 32; }));
+    CHECK(soon([&] { return pair.b.count(BlockState::kFree) == 32; }));
     if (!reached || n > 40) break;
   }
 }
@@ -264,7 +264,7 @@ TEST_CASE("nccl: if any driver call fails, a transfer is done or it is not, and 
       pair.b.pool->free(received->addresses.data(), received->addresses.size());
     }
     pair.exchange(pair.a, pair.b, blocks, 10);
-    CHECK(NcclPair::eventually([&] { return pair.b.count(BlockState::kFree) == 32; }));
+    CHECK(soon([&] { return pair.b.count(BlockState::kFree) == 32; }));
   }
 }
 
@@ -288,8 +288,8 @@ TEST_CASE("nccl: everything is given back") {
     pair.b.node.reset();
     pair.a.pool.reset();
     pair.b.pool.reset();
-    CHECK(NcclPair::eventually([&] { return pair.nccl.count("communicators") == 0; }));
-    CHECK(NcclPair::eventually([&] { return pair.cuda.left().empty(); }));
+    CHECK(soon([&] { return pair.nccl.count("communicators") == 0; }));
+    CHECK(soon([&] { return pair.cuda.left().empty(); }));
   }
 }
 

@@ -16,7 +16,7 @@
 #include "kvpool/cuda/wait_word.h"
 #include "kvpool/net/reactor.h"
 #include "kvpool/routes/nccl/nccl_pipe.h"
-#include "sleep_while.h"
+#include "soon.h"
 #include "thrown.h"
 
 #ifdef KVPOOL_FAKE_CUDA

@@ -11,7 +11,7 @@
 #include "kvpool/base/digest.h"
 #include "kvpool/pool/peer_claims.h"
 #include "pool_fixture.h"
-#include "sleep_while.h"
+#include "soon.h"
 #include "thrown.h"
 
 namespace kvpool::testing {

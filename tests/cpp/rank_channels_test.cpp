@@ -14,7 +14,7 @@
 #include "fuzz_seeds.h"
 #include "kvpool/base/clock.h"
 #include "rank_here.h"
-#include "sleep_while.h"
+#include "soon.h"
 
 namespace kvpool::testing {
 namespace {

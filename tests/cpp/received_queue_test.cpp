@@ -24,7 +24,7 @@
 #include "kvpool/ranks/instance_ranks.h"
 #include "pool_fixture.h"
 #include "silent_link.h"
-#include "sleep_while.h"
+#include "soon.h"
 #include "thrown.h"
 
 namespace kvpool::testing {

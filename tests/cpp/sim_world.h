@@ -148,15 +148,16 @@ class SimWorld {
   void act(Member& member);
   void transfer(Member& member);
   void fetch(Member& member);
-  void borrow(Member& member);
-  void give_back(Member& member, Peering& peering, std::size_t n, std::int64_t timeout_ns);
-  void recall(Member& member);
-  void on_recalled(Member& member, const Session& session, const std::vector<Address>& addresses);
   void probe(Member& member);
   void receive(Member& member);
   void take(Member& member, std::unique_ptr<Received> item);
   void work_alone(Member& member);
   void go_on(Job& job);
+  // sim_borrowing.cpp: what they do with borrowed blocks
+  void borrow(Member& member);
+  void give_back(Member& member, Peering& peering, std::size_t n, std::int64_t timeout_ns);
+  void recall(Member& member);
+  void on_recalled(Member& member, const Session& session, const std::vector<Address>& addresses);
   // sim_views.cpp: what they read of each other's blocks without having them sent
   void view(Member& member);
   void unview(Member& member);

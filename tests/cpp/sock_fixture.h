@@ -24,22 +24,13 @@
 #include "kvpool/base/clock.h"
 #include "kvpool/net/sock_address.h"
 #include "kvpool/net/sock_link.h"
+#include "soon.h"
 
 namespace kvpool::testing {
 
 inline constexpr std::int64_t kSecond = 1'000'000'000;
 inline std::int64_t in_seconds(double seconds) {
   return monotonic_ns() + static_cast<std::int64_t>(seconds * static_cast<double>(kSecond));
-}
-
-// Looks again and again, for at most ten seconds.
-template <class Condition>
-bool soon(Condition&& condition) {
-  for (const std::int64_t until = in_seconds(60); monotonic_ns() < until;) {
-    if (condition()) return true;
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  return condition();
 }
 
 inline int open_descriptors() {

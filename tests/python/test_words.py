@@ -99,6 +99,7 @@ EXCEPTIONS: Final[dict[str, dict[str, str]]] = {
         "src/kvpool/sim/lending_study.py": "debts",
         "tests/multiprocess/test_settling_kill.py": "debts",
         "tests/python/control/lending_kit.py": "debts",
+        "tests/python/control/test_lending_records.py": "debts",
         "tests/python/control/test_lending_settling.py": "debts",
         "tests/python/policy/lending_cluster.py": "debts",
         "tests/python/policy/settling_kit.py": "debts",

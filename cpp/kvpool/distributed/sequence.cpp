@@ -3,78 +3,19 @@
 #include <algorithm>
 #include <chrono>
 #include <functional>
-#include <numeric>
 #include <string>
 #include <utility>
 
 #include "kvpool/base/clock.h"
 #include "kvpool/base/error.h"
 #include "kvpool/base/fork_guard.h"
+#include "kvpool/distributed/sequence_places.h"
 #include "kvpool/peers/peer_node.h"
 #include "kvpool/peers/service.h"
 #include "kvpool/pool/pool.h"
 #include "kvpool/sequences/attender.h"
 
 namespace kvpool {
-namespace {
-
-using Places = std::vector<Sequence::Place>;
-
-BlockRange overlap(const BlockRange& a, const BlockRange& b) noexcept {
-  const std::uint64_t first = std::max(a.first, b.first);
-  const std::uint64_t end = std::min(a.end(), b.end());
-  return {first, end > first ? end - first : 0};
-}
-
-// Neighbours that lie in one pool, and are held by one view, are one place.
-void add_place(Places& places, Sequence::Place place) {
-  if (place.blocks.count == 0) return;
-  if (!places.empty() && places.back().view == place.view && places.back().blocks.end() == place.blocks.first) {
-    places.back().blocks.count += place.blocks.count;
-  } else {
-    places.push_back(std::move(place));
-  }
-}
-
-// `places` with those of `added`, which are all of the blocks `changed`, in the place of what was there.
-Places exchanged(const Places& places, const std::vector<BlockRange>& changed, const Places& added) {
-  Places parts = added;
-  for (const Sequence::Place& place : places) {
-    std::uint64_t next = place.blocks.first;
-    for (const BlockRange& gone : changed) {
-      const BlockRange cut = overlap(place.blocks, gone);
-      if (cut.count == 0) continue;
-      parts.push_back({{next, cut.first - next}, place.view});
-      next = cut.end();
-    }
-    parts.push_back({{next, place.blocks.end() - next}, place.view});
-  }
-  std::ranges::sort(parts, {}, [](const Sequence::Place& part) { return part.blocks.first; });
-  Places result;
-  for (Sequence::Place& part : parts) add_place(result, std::move(part));
-  return result;
-}
-
-// Blocks that follow each other, as ranges.
-std::vector<BlockRange> ranges_of(const std::vector<std::uint64_t>& blocks) {
-  std::vector<BlockRange> ranges;
-  for (const std::uint64_t block : blocks) {
-    if (!ranges.empty() && ranges.back().end() == block) {
-      ++ranges.back().count;
-    } else {
-      ranges.push_back({block, 1});
-    }
-  }
-  return ranges;
-}
-
-std::vector<std::uint64_t> blocks_from(std::uint64_t first, std::size_t count) {
-  std::vector<std::uint64_t> blocks(count);
-  std::iota(blocks.begin(), blocks.end(), first);
-  return blocks;
-}
-
-}  // namespace
 
 // Blocks that peers hold for nothing after a change, which the peers are told when no snapshot from before it is left.
 // Snapshots from before an earlier change are from before this one, too: so each keeps the next.
@@ -207,13 +148,7 @@ std::vector<Address> Sequence::put(const Change& change, const Waiting& waiting)
       if (block < addresses_.size()) old.push_back(addresses_[block]);
     }
     Places places = exchanged(places_, changed, added);
-    Places gone;
-    for (const Place& place : places_) {
-      for (const BlockRange& range : changed) {
-        const BlockRange blocks = overlap(place.blocks, range);
-        if (place.view != nullptr && blocks.count > 0) gone.push_back({blocks, place.view});
-      }
-    }
+    Places gone = parts_at_peers(places_, changed);
     std::vector<SequenceBlocks::Added> here;
     std::size_t at = 0;  // of the first address of a place
     for (const Place& place : added) {

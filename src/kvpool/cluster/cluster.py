@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import time
 import weakref
@@ -13,6 +12,7 @@ from typing import Any, Final, get_args
 from kvpool.cluster.callback import MemberCallback
 from kvpool.cluster.cluster_url import ClusterUrl, check_seconds, parse_cluster_url
 from kvpool.cluster.directory import Directory
+from kvpool.cluster.ends import end_with_process, stop
 from kvpool.cluster.local.directory import LocalDirectory
 from kvpool.cluster.local.forget import forget_folder
 from kvpool.cluster.membership_loop import MembershipLoop
@@ -20,7 +20,7 @@ from kvpool.cluster.membership_view import MembershipView
 from kvpool.cluster.record import Load, Member, MemberEvent, Role
 from kvpool.cluster.registration import Registration
 from kvpool.errors import ArgumentError, ArgumentTypeError, ClosedError, DeadlineExceeded, ForkError, StateError
-from kvpool.waiting.threads import busy, reset
+from kvpool.waiting.threads import busy
 
 __all__ = ["Cluster"]
 
@@ -47,10 +47,9 @@ class Cluster:
         self._loop = MembershipLoop(directory, view, url.heartbeat_s)
         self._closed = False
         # Runs when the cluster is dropped, in any thread.
-        self._end = weakref.finalize(self, _end, self._loop, self._process)
+        self._end = weakref.finalize(self, stop, self._loop, self._process)
         self._end.atexit = False
-        _clusters.add(self)
-        _loops.add(self._loop)
+        end_with_process(self, self._loop)
 
     @classmethod
     def join(
@@ -355,17 +354,12 @@ class Cluster:
             raise ClosedError("the cluster is closed")
 
     def _abandon(self) -> None:
+        """In a forked child: forgets what belongs to the parent."""
         self._end.detach()
         registration = self._loop.registration
         if registration is not None:
             registration.abandon()
         self._directory.abandon()
-
-
-_clusters: weakref.WeakSet[Cluster] = weakref.WeakSet()
-_loops: weakref.WeakSet[MembershipLoop] = (
-    weakref.WeakSet()
-)  # also of clusters that were dropped: their threads keep them alive
 
 
 def _seconds(timeout: float | None, default_s: float) -> float:
@@ -381,30 +375,3 @@ def _directory_of(url: ClusterUrl) -> Directory:
     )  # lazily: it loads HTTP and TLS, which local clusters never need
 
     return EtcdDirectory(url)
-
-
-def _end(loop: MembershipLoop, process: int) -> None:
-    """Stops the loop of a dropped cluster. Does not wait, because the garbage collector may call it."""
-    if os.getpid() == process:
-        loop.stop()
-
-
-def _close_all() -> None:
-    """At the end of the process, so that the others see a leave and not a loss."""
-    reset()
-    loops = list(_loops)
-    for loop in loops:  # all first, so that a slow one does not delay the others
-        loop.stop()
-    for loop in loops:
-        loop.close()
-
-
-def _abandon_all() -> None:
-    """A forked child must not keep its parent's membership alive after the parent's death."""
-    _loops.clear()
-    for cluster in list(_clusters):
-        cluster._abandon()
-
-
-atexit.register(_close_all)
-os.register_at_fork(after_in_child=_abandon_all)

@@ -5,21 +5,18 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator
-from typing import Final, TypeAlias, overload
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from kvpool import _core
-from kvpool.arguments import flag_from, int_from, seconds_from
-from kvpool.errors import ArgumentError, ArgumentTypeError, StateError
+from kvpool.arguments import flag_from, int_from
+from kvpool.errors import ArgumentError, StateError
 from kvpool.peers.addresses import check_connect, check_listen
+from kvpool.peers.caches import PeerCaches
 from kvpool.peers.callback import PeerCallback, PeerEvent, RecallResult
 from kvpool.peers.info import PeerInfo
-from kvpool.peers.service import NetworkedPool
-from kvpool.transfer.key_fetch import fetch_keys
-from kvpool.transfer.peer_match import PeerKeyMatch, PeerMatch, ask_each, names_of
-from kvpool.types import Keys, TokenVector, TransferTotals
+from kvpool.types import TransferTotals
 from kvpool.types.addresses import AddressLike, with_instance
 
 __all__ = ["Peers"]
@@ -28,24 +25,16 @@ _log = logging.getLogger("kvpool.peers")
 
 _RECALL_MAX: Final = 1 << 19  # blocks in one call
 
-# In the class the name `list` is the method.
-_Infos: TypeAlias = list[PeerInfo]
-_Matches: TypeAlias = list[PeerMatch]
-_KeyMatches: TypeAlias = list[PeerKeyMatch]
-_Names: TypeAlias = list[str] | tuple[str, ...]
+_Infos: TypeAlias = list[PeerInfo]  # in the class the name `list` is the method
 
 
-class Peers:
+class Peers(PeerCaches):
     """Connects to peers, disconnects them, and lists them. `Pool.peers` makes it.
 
     Iterate over it for a PeerInfo of each connected peer. Keeps its pool alive.
     """
 
-    __slots__ = ("_pool",)
-
-    def __init__(self, pool: NetworkedPool) -> None:
-        """Use `Pool.peers`."""
-        self._pool = pool
+    __slots__ = ()
 
     @property
     def name(self) -> str | None:
@@ -147,186 +136,6 @@ class Peers:
             PeerLost: There is no such peer.
         """
         self._pool._disconnect(peer)
-
-    @overload
-    def match(
-        self,
-        peer: str,
-        tokens: TokenVector,
-        namespace: str = "",
-        *,
-        hold: float | None = None,
-        timeout: float | None = None,
-        wait: bool = True,
-    ) -> PeerMatch: ...
-    @overload
-    def match(
-        self,
-        peer: _Names,
-        tokens: TokenVector,
-        namespace: str = "",
-        *,
-        hold: float | None = None,
-        timeout: float | None = None,
-        wait: bool = True,
-    ) -> _Matches: ...
-    def match(
-        self,
-        peer: str | _Names,
-        tokens: TokenVector,
-        namespace: str = "",
-        *,
-        hold: float | None = None,
-        timeout: float | None = None,
-        wait: bool = True,
-    ) -> PeerMatch | _Matches:
-        """Asks a peer, or several at once, for the longest prefix of a prompt that it has cached, and to keep it.
-
-        Each peer pins what it finds, as `Pool.match` does here, so that a fetch of the addresses finds the blocks. It
-        counts as a use of them there. A member of the pool's cluster is connected first if necessary, in another
-        thread: this call waits for nothing but answers, and with ``wait=False`` not for these. Releases the GIL.
-
-        Args:
-            peer: Its name, as in `Pool.transfer`; or a list or tuple of names.
-            tokens: As in `Pool.match`; at most 1,048,576.
-            namespace: As in `Pool.match`.
-            hold: Seconds for which a peer keeps the blocks pinned, from the call on; None: the setting ``timeout_s``. A
-                peer keeps them no longer than its setting ``reserve_max_s``.
-            timeout: Seconds until a question that was not answered fails; None: the setting ``timeout_s``.
-            wait: Whether to wait for the answers.
-
-        Returns:
-            A PeerMatch, or with several peers a list of one for each, in their order: all have ended if it has waited.
-            Close them, or use each in a ``with``.
-
-        Raises:
-            PeerLost, DeadlineExceeded, Busy, Unsupported: Of one peer that was waited for: see PeerMatch.wait. Of
-                several, each PeerMatch raises its own.
-            Fenced: This pool has lost its lease in the cluster.
-            StateError: The pool has no peers yet: call listen or connect first.
-            ArgumentError, ArgumentTypeError: A wrong value; nobody was asked.
-        """
-        pool = self._pool
-        wait = flag_from(wait, "wait")
-
-        def ask(name: str) -> PeerMatch:
-            return pool._match_at(name, tokens, namespace, hold, timeout)
-
-        if isinstance(peer, str):
-            match = ask(peer)
-            return match.wait() if wait else match
-        return ask_each(ask, names_of(peer), wait)
-
-    @overload
-    def match_keys(
-        self,
-        peer: str,
-        cache: _core.KeyedCache,
-        keys: Keys,
-        *,
-        every: bool = False,
-        hold: float | None = None,
-        timeout: float | None = None,
-        wait: bool = True,
-    ) -> PeerKeyMatch: ...
-    @overload
-    def match_keys(
-        self,
-        peer: _Names,
-        cache: _core.KeyedCache,
-        keys: Keys,
-        *,
-        every: bool = False,
-        hold: float | None = None,
-        timeout: float | None = None,
-        wait: bool = True,
-    ) -> _KeyMatches: ...
-    def match_keys(
-        self,
-        peer: str | _Names,
-        cache: _core.KeyedCache,
-        keys: Keys,
-        *,
-        every: bool = False,
-        hold: float | None = None,
-        timeout: float | None = None,
-        wait: bool = True,
-    ) -> PeerKeyMatch | _KeyMatches:
-        """Asks a peer, or several at once, which keys its cache has stored, and to keep their blocks.
-
-        As `match`, for keys in place of tokens.
-
-        Args:
-            peer: As in `match`.
-            cache: A KeyedCache of this pool that has a name: the peer's cache of that name is asked. This one's keys
-                have the same length.
-            keys: As in `KeyedCache.match`; at most 8,192.
-            every: Find all keys that are stored, also behind one that is not.
-            hold: As in `match`.
-            timeout: As in `match`.
-            wait: As in `match`.
-
-        Returns:
-            A PeerKeyMatch, or with several peers a list of one for each, as in `match`.
-
-        Raises:
-            PeerLost, DeadlineExceeded, Busy, Unsupported: As in `match`.
-            StateError: The peer has no open cache of this name. Or this pool has no peers yet.
-            ArgumentError: The keys of the peer's cache have another length; or there are too many.
-            Fenced: As in `match`.
-            ArgumentError, ArgumentTypeError: A wrong value; or the cache has no name, or is of another pool. Nobody was
-                asked.
-        """
-        pool = self._pool
-        wait = flag_from(wait, "wait")
-
-        def ask(name: str) -> PeerKeyMatch:
-            return pool._match_keys_at(name, cache, keys, every, hold, timeout)
-
-        if isinstance(peer, str):
-            match = ask(peer)
-            match.wait() if wait else None
-            return match
-        return ask_each(ask, names_of(peer), wait)
-
-    def fetch_keys(
-        self,
-        peer: str | _Names,
-        cache: _core.KeyedCache,
-        keys: Keys,
-        *,
-        timeout: float | None = None,
-        ask_timeout: float | None = None,
-    ) -> _core.KeyedMatch:
-        """Brings what peers have stored under keys, and this pool's cache has not, into the cache.
-
-        All peers are asked at once, and each block is fetched from one that has it, into DRAM. A peer that is lost,
-        refuses or does not answer in time costs only its blocks. A block is stored whole or not at all. Ctrl-C cancels
-        the fetches, and gives their blocks back. Releases the GIL.
-
-        Args:
-            peer: As in `match`.
-            cache: As in `match_keys`.
-            keys: As in `KeyedCache.match`. Peers are asked for at most 8,192 at a time.
-            timeout: Seconds for all of it, however many parts it has; None: the setting ``timeout_s``. What has come by
-                then is stored.
-            ask_timeout: Seconds of these in which a peer must have answered a question; None: half of them. A peer that
-                has not is not asked for the next parts.
-
-        Returns:
-            A KeyedMatch of all keys that are stored here now (``every=True``), wherever they came from: pinned until it
-            is closed.
-
-        Raises:
-            OutOfBlocks: The cache has no room for all that the peers have. What had room was fetched.
-            StateError, Fenced, ArgumentError, ArgumentTypeError: As in `match_keys`; nobody was asked.
-        """
-        pool = self._pool
-        if not isinstance(cache, _core.KeyedCache):
-            raise ArgumentTypeError(f"cache must be a KeyedCache, not {type(cache).__name__}")
-        seconds = pool.settings.timeout_s if timeout is None else seconds_from(timeout, "timeout")
-        ask = seconds / 2 if ask_timeout is None else min(seconds_from(ask_timeout, "ask_timeout"), seconds)
-        return fetch_keys(pool, cache, [peer] if isinstance(peer, str) else names_of(peer), keys, seconds, ask)
 
     def lend(self, peer: str, addrs: AddressLike, *, timeout: float | None = None) -> None:
         """Lends blocks of an engine to a peer, which may write into them until the loan ends.

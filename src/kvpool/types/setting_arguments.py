@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from typing import Literal, TypedDict
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 from kvpool.types.parameters import Policy, Route
 
-__all__ = ["SettingArguments"]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # of mypy's: Python 3.10 has none
+elif sys.version_info >= (3, 11):
+    from typing import Unpack
+else:
+
+    class Unpack:
+        """Lets typing.get_type_hints read the annotation where typing has no Unpack."""
+
+        def __class_getitem__(cls, item: object) -> object:
+            return item
+
+
+__all__ = ["SettingArguments", "Unpack"]
 
 
 class SettingArguments(TypedDict, total=False):

@@ -190,9 +190,12 @@ struct State {
 };
 
 State& state();  // never destroyed
+std::map<std::string, int> default_settings();
 
 // Host functions of streams call nothing of the driver.
 extern thread_local bool in_host_function;
+// The contexts that this thread has pushed.
+extern thread_local std::vector<Context*> current_stack;
 
 // The first step of a call: counts it, and returns the code with which it is to fail. REQUIRES: the lock.
 int enter(const std::string& call, const std::string& argument);

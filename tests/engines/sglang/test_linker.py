@@ -8,77 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from host_kit import LAYERS, PAGE, fill, indices, key, keys, mha_device, mla_device
-from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from host_kit import PAGE, indices, key, keys, mha_device, mla_device
+from linker_kit import content, load, made, pinned, same, save, scramble, transfer
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache import unified_cache_linker
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-from sglang.srt.mem_cache.unified_cache.linker_factory import create_unified_cache_linker
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
 import kvpool
 from kvpool.engines.sglang.linker import KvpoolLinker
-
-FULL = frozenset({ComponentType.FULL})
-
-
-def made(
-    device: Any,
-    components: Any = FULL,
-    *,
-    sglang: dict[str, Any] | None = None,
-    stream: Any = None,
-    server_args: Any = None,
-    **extra: Any,
-) -> Any:
-    """A linker as SGLang makes it. `sglang`: of SGLang's parameters those that are not the usual ones."""
-    allocator: Any = SimpleNamespace(get_kvcache=lambda: device)
-    memory: dict[str, Any] = {"req_to_token_pool": None, "token_to_kv_pool_allocator": allocator, "page_size": PAGE}
-    params = CacheInitParams(disable=False, **(memory | (sglang or {})))
-    place = {"linker": "KvpoolLinker", "linker_module_path": "kvpool.engines.sglang.linker"}
-    config = {**place, "linker_extra_config": {"dram_pages": 8} | extra}
-    return create_unified_cache_linker(
-        server_args, params, backend="dynamic", config=config, components=set(components), forward_stream=stream
-    )
-
-
-def transfer(names: list[str], pages: list[int] | None = None) -> list[Any]:
-    return [PoolTransfer(PoolName.KV, keys=names, device_indices=None if pages is None else indices(pages))]
-
-
-def tensors(device: Any) -> list[torch.Tensor]:
-    return list(device.kv_buffer) if hasattr(device, "kv_buffer") else [*device.k_buffer, *device.v_buffer]
-
-
-def content(device: Any, page: int) -> list[torch.Tensor]:
-    return [tensor[page * PAGE : (page + 1) * PAGE].clone() for tensor in tensors(device)]
-
-
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
-
-
-def scramble(device: Any, seed: int) -> None:
-    for number, tensor in enumerate(tensors(device)):
-        fill(tensor, seed * 100 + number)
-
-
-def save(linker: Any, names: list[str], pages: list[int]) -> bool:
-    assert linker.offload(transfer(names, pages))
-    linker._saved[-1].result(30)
-    assert linker.num_completed_offloads() == 1
-    return linker.pop_completed_offload()
-
-
-def load(linker: Any, names: list[str], pages: list[int], rid: str = "r") -> bool:
-    """Whether SGLang would get the pages; asserts that it is told in time."""
-    if not linker.load(rid, transfer(names, pages)):
-        return False
-    index = linker.start_layer_wise_loading()
-    linker.layer_done_counter.set_consumer(index)
-    for layer in range(LAYERS):
-        linker.layer_done_counter.wait_until(layer)
-    return linker.finish_layer_wise_loading(index)
 
 
 @pytest.fixture
@@ -151,11 +89,6 @@ def test_what_was_looked_up_stays_until_it_is_loaded(linker: Any) -> None:
     assert not save(linker, keys(20, 4), [0, 1, 2, 3])  # two pages can make room
     assert load(linker, keys(0, 6), list(range(8, 14)))
     assert save(linker, keys(20, 4), [0, 1, 2, 3])
-
-
-def pinned(linker: Any) -> int:
-    stats = linker._store.cache.stats()
-    return int(stats["blocks"] - stats["evictable"])
 
 
 def test_look_ups_that_are_given_up_do_not_fill_the_cache(linker: Any) -> None:
@@ -349,101 +282,3 @@ def test_wrong_options_are_typed_errors(device: Any) -> None:
         made(device, dram_gb=1)
     with pytest.raises(kvpool.ArgumentTypeError, match="keep_on_flush"):
         made(device, keep_on_flush=1)
-
-
-# ---- sleep
-
-
-class FakeSaver:
-    """torch_memory_saver's part: what is paused cannot be told from garbage."""
-
-    enabled = True
-
-    def __init__(self, device: Any, linker: Any) -> None:
-        self._device, self._linker = device, linker
-        self.saved_at_pause: int | None = None
-
-    def pause(self, tag: str) -> None:
-        if tag == "kv_cache":
-            self.saved_at_pause = self._linker.num_completed_offloads()
-            scramble(self._device, 99)
-
-    def resume(self, tag: str) -> None:
-        pass
-
-
-@pytest.fixture
-def adapter_of(monkeypatch):
-    from sglang.srt.utils import torch_memory_saver_adapter
-
-    def adapter(device: Any, linker: Any) -> tuple[Any, FakeSaver]:
-        saver = FakeSaver(device, linker)
-        monkeypatch.setattr(torch_memory_saver_adapter, "_memory_saver", saver, raising=False)
-        return torch_memory_saver_adapter._TorchMemorySaverAdapterReal(), saver
-
-    return adapter
-
-
-def test_pages_are_unmapped_when_the_saves_that_read_them_have_ended(adapter_of):
-    """SGLang's scheduler is idle by then, but what a linker still saves it does not ask."""
-    device = mha_device()
-    linker = made(device, keep_on_flush=True)
-    adapter, saver = adapter_of(device, linker)
-    scramble(device, 1)
-    before = content(device, 2)
-    free = threading.Event()
-    linker._saver.submit(free.wait)  # the save waits for its turn
-    assert linker.offload(transfer(keys(1, 1), [2]))
-    threading.Timer(0.2, free.set).start()
-    adapter.pause("kv_cache")
-    assert saver.saved_at_pause == 1
-    assert linker._store.pool.suspended
-    linker.reset()  # SGLang flushes its cache now
-    adapter.resume("weights")
-    assert linker._store.pool.suspended
-    adapter.resume("kv_cache")
-    assert not linker._store.pool.suspended
-    assert linker.lookup("r", transfer(keys(1, 1))) == [1]
-    assert linker.load("r", transfer(keys(1, 1), [3]))
-    assert linker.finish_layer_wise_loading(linker.start_layer_wise_loading())
-    assert same(content(device, 3), before)
-    linker.close()
-
-
-def test_weights_alone_are_no_reason_to_wait(adapter_of):
-    device = mha_device()
-    linker = made(device)
-    adapter, _ = adapter_of(device, linker)
-    adapter.pause("weights")
-    assert not linker._store.pool.suspended
-    linker.close()
-
-
-def test_what_was_suspended_for_a_sleep_that_fails_is_resumed(adapter_of, monkeypatch):
-    """One linker cannot be suspended, or SGLang's own pause fails. One that slept before sleeps on."""
-    device = mha_device()
-    linkers = [made(device, keep_on_flush=True) for _ in range(3)]
-    adapter, saver = adapter_of(device, linkers[0])
-    linkers[2].suspend()
-    with monkeypatch.context() as meanwhile:
-        meanwhile.setattr(linkers[1]._store.pool, "suspend", lambda **how: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            adapter.pause("kv_cache")
-    assert [linker._store.pool.suspended for linker in linkers] == [False, False, True]
-    assert saver.saved_at_pause is None  # SGLang has paused nothing
-    monkeypatch.setattr(saver, "pause", lambda tag: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        adapter.pause("kv_cache")
-    assert [linker._store.pool.suspended for linker in linkers] == [False, False, True]
-    assert linkers[0].offload(transfer(keys(1, 1), [2]))  # its pages are adopted again
-    linkers[0]._await_copies()
-    assert linkers[0].pop_completed_offload()
-    for linker in linkers:
-        linker.close()
-
-
-def test_the_memory_saver_and_network_adapters_are_refused_together(monkeypatch):
-    monkeypatch.setenv("KVPOOL_ROUTES", "ucx,sock")
-    with pytest.raises(kvpool.Unsupported, match="ucx"):
-        made(mha_device(), server_args=SimpleNamespace(enable_memory_saver=True))
-    made(mha_device(), server_args=SimpleNamespace(enable_memory_saver=False)).close()

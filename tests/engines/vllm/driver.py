@@ -224,9 +224,9 @@ class Driver:
     def stop(self) -> dict:
         core = self.llm.llm_engine.engine_core
         core.shutdown()
-        from kvpool.engines.vllm import engine_pool
+        from kvpool.engines.vllm import pools_here
 
-        return {"pools": len(engine_pool._pools)}
+        return {"pools": len(pools_here._pools)}
 
 
 def _pages() -> Any:

@@ -16,7 +16,7 @@ from engines.vllm_kit import Request
 
 import kvpool
 from kvpool.engines.packing import declare, marked, unmarked
-from kvpool.engines.vllm import TESTED, engine_pool, plans
+from kvpool.engines.vllm import TESTED, engine_pool, plans, pools_here
 from kvpool.engines.vllm.figures import FIGURES, Figures
 from kvpool.engines.vllm.layouts import Pages, adoptable, adoption_of, pages_of
 from kvpool.engines.vllm.options import Options
@@ -341,15 +341,15 @@ def test_the_sides_of_a_connector_find_the_pool_by_the_engines_id():
         return engine_pool.EnginePool(pool, 2)
 
     first, second = made(), made()
-    assert engine_pool.find("it") is None
-    engine_pool.attach("it", first)
-    assert engine_pool.find("it") is first
-    engine_pool.attach("it", second)  # an engine of that id was not shut down
+    assert pools_here.find("it") is None
+    pools_here.attach("it", first)
+    assert pools_here.find("it") is first
+    pools_here.attach("it", second)  # an engine of that id was not shut down
     assert first.pool.closed
-    assert engine_pool.find("it") is second
+    assert pools_here.find("it") is second
     for _ in range(2):
-        engine_pool.detach("it")
-        assert engine_pool.find("it") is None
+        pools_here.detach("it")
+        assert pools_here.find("it") is None
         assert second.pool.closed
 
 

@@ -10,6 +10,8 @@ What a request has computed is copied to a pool in DRAM, block by block, and com
     groups, hits  groups of layers, with windows or without: what each has of a prompt, and which blocks it needs
     plans         what the scheduler's side tells the worker's, and what workers report
     engine_pool   the pool of an engine in one process: loads, saves, and which blocks must not be written yet
+    pool_making   how the pools are made from vLLM's configuration and tensors
+    pools_here    which engine of this process has which pool
     member_pool   the same among the members of a cluster: it also sends prompts, and gets those of other engines
     members, links    how it is a member; connections that are made beside the engine's thread
     params        what requests and answers say about other engines

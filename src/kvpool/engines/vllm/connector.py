@@ -33,24 +33,23 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor  # noqa: E402
 from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: E402
 
 from kvpool.engines import packing  # noqa: E402
-from kvpool.engines.vllm import engine_pool, sleeping  # noqa: E402
+from kvpool.engines.vllm import pools_here, sleeping  # noqa: E402
 from kvpool.engines.vllm.engine_pool import EnginePool  # noqa: E402
 from kvpool.engines.vllm.expected import Expected  # noqa: E402
 from kvpool.engines.vllm.figures import Figures  # noqa: E402
 from kvpool.engines.vllm.groups import Groups, places_of  # noqa: E402
-from kvpool.engines.vllm.layouts import adoptable, adoption_of, divided, pages_of  # noqa: E402
+from kvpool.engines.vllm.layouts import pages_of  # noqa: E402
 from kvpool.engines.vllm.member_index import MemberIndex  # noqa: E402
 from kvpool.engines.vllm.member_pool import MemberPool  # noqa: E402
-from kvpool.engines.vllm.members import ROLES, Membership, secret_of  # noqa: E402
+from kvpool.engines.vllm.members import Membership  # noqa: E402
 from kvpool.engines.vllm.metadata import Joined, StepMetadata, WorkerMetadata  # noqa: E402
 from kvpool.engines.vllm.metrics import KvpoolPromMetrics, KvpoolStats  # noqa: E402
 from kvpool.engines.vllm.options import Options  # noqa: E402
 from kvpool.engines.vllm.outgoing import Outgoing  # noqa: E402
 from kvpool.engines.vllm.owned import OwnedBlocks  # noqa: E402
-from kvpool.engines.vllm.packings import packing_of  # noqa: E402
 from kvpool.engines.vllm.planner import Planner  # noqa: E402
-from kvpool.engines.vllm.plans import SavePlan, StepPlan  # noqa: E402
-from kvpool.engines.vllm.published import published_by  # noqa: E402
+from kvpool.engines.vllm.plans import StepPlan  # noqa: E402
+from kvpool.engines.vllm.pool_making import join, packing_here, pool_of_workers, pool_over  # noqa: E402
 from kvpool.engines.vllm.pulls import Pulls  # noqa: E402
 from kvpool.engines.vllm.reported_events import ReportedEvents, wanted  # noqa: E402
 from kvpool.engines.vllm.scheduler_index import SchedulerIndex  # noqa: E402
@@ -97,15 +96,13 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         check_supported(vllm_config, self._options)
         self._workers: int = parallel.world_size
         self._rank: int = parallel.rank
-        self._tp: int = parallel.tensor_parallel_size
         self._one_process = parallel.world_size == 1 and issubclass(Executor.get_class(vllm_config), UniProcExecutor)
         check_by_layer(self._options, self._one_process, parallel)
-        self._pages = pages_of(kv_cache_config)
+        pages = self._pages = pages_of(kv_cache_config)
         check_stages(self._pages, self._options, parallel.pipeline_parallel_size)
         check_alone(self._pages, self._options)
         # Alone, the stages of a pipeline have other layers in the groups, and nobody to compare them with.
         places = places_of(self._pages.groups) if self._options.cluster else ""
-        pages = self._pages
         self._groups = Groups(pages.block_tokens, pages.windows, bool(self._options.cluster), places, pages.states)
         if self._pages.begins_anew:
             self._async_load = True  # of failures of other loads vLLM hears by their blocks alone
@@ -123,7 +120,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             transfer.kv_load_failure_policy = "recompute"
         if role == KVConnectorRole.SCHEDULER and self._one_process:
             # The worker is made first, and has registered its tensors.
-            self._engine = engine_pool.find(self._engine_id)
+            self._engine = pools_here.find(self._engine_id)
             if self._engine is None:
                 raise StateError("no worker has registered its blocks in the scheduler's process")
             self._planned = self._planner_over(self._engine)
@@ -145,17 +142,10 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             raise StateError(f"{len(metadata)} of {self._workers} workers have registered their blocks")
         parts = [metadata[rank] for rank in sorted(metadata)]  # by stage, then by tensor-parallel rank
         heads = 1 if self._pages.latent else self._vllm_config.model_config.get_total_num_kv_heads()
-        if self._pages.page_bytes:
-            heads = self._tp  # each worker has its part of what the pages hold, as if that were a head
-        layout, parallel = divided([part.layout for part in parts], self._tp, heads)
-        pool = Pool(
-            layout,
-            hbm_blocks=self._pages.blocks,
-            dram_blocks=min(part.dram_blocks for part in parts),
-            parallel=parallel,
-            engine_allocates=True,
-            **self._options.settings,
-        )
+        tp = self._vllm_config.parallel_config.tensor_parallel_size
+        dram_blocks = min(part.dram_blocks for part in parts)
+        layouts = [part.layout for part in parts]
+        pool = pool_of_workers(self._pages, self._options, layouts, dram_blocks, tp, heads)
         packed = packing.joined(part.packing for part in parts)
         packing.declare(pool, packed, self._groups.mark)  # before it is a member
         if self._options.cluster:
@@ -231,21 +221,9 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Makes the pool over vLLM's tensors."""
         check_shared(self._pages, kv_caches)
-        tensors = [adoptable(self._pages, kv_caches[name]) for name in self._pages.layers]
-        found = adoption_of(self._pages, tensors[0].shape, tensors[0].stride())
-        device = tensors[0].device
-        settings = self._options.settings
-        if self._options.cluster and not self._one_process and (secret := secret_of(self._options.cluster)):
-            settings["secret"] = secret
-        pool = Pool(
-            found.layout,
-            hbm=[tensor.permute(found.order) for tensor in tensors],
-            block_dim=found.block_dim,
-            dram_blocks=self._options.blocks(found.layout.block_bytes, self._workers),
-            engine_allocates=True,
-            **settings,
-        )
-        packing.declare(pool, self._packing(), self._groups.mark)
+        device = kv_caches[self._pages.layers[0]].device
+        pool = pool_over(self._pages, self._options, kv_caches, self._workers, apart=not self._one_process)
+        packing.declare(pool, packing_here(self._pages, self._vllm_config), self._groups.mark)
         stream = (lambda: torch.cuda.current_stream(device)) if device.type == "cuda" else None
         if not self._one_process:
             self._engine = WorkerPool(pool, self._pages.blocks, stream, self._options.worker_listen)
@@ -257,7 +235,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 )
             else:
                 self._engine = EnginePool(pool, self._pages.blocks, stream)
-            engine_pool.attach(self._engine_id, self._engine)
+            pools_here.attach(self._engine_id, self._engine)
         if self._vllm_config.model_config.enable_sleep_mode:
             sleeping.follow(self._vllm_config.model_config.sleep_mode_backend, self._engine, pool.settings.routes)
         _log.info("vLLM's %d blocks are on kvpool: %s", self._pages.blocks, pool)
@@ -268,7 +246,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return None
         pool = self._engine.pool
         assert isinstance(pool.kv_layout, KVLayout)
-        return Joined(pool.kv_layout, pool.stats().dram.capacity, self._packing())
+        return Joined(pool.kv_layout, pool.stats().dram.capacity, packing_here(self._pages, self._vllm_config))
 
     def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
         """Called before each step: waits for the saves whose blocks the step writes."""
@@ -348,7 +326,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def shutdown(self) -> None:
         """Closes the pool; the first side that is shut down does it."""
         if self._one_process:
-            engine_pool.detach(self._engine_id)
+            pools_here.detach(self._engine_id)
         elif self._engine is not None:
             self._engine.close()
         elif self._index is not None:
@@ -406,33 +384,11 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             expected=expected,
             outgoing=outgoing,
             pulls=pulls,
-            on_save=None if self._events is None else self._will_save,
+            on_save=None if self._events is None else self._events.saving,
         )
 
-    def _will_save(self, request: Any, plan: SavePlan) -> None:
-        assert self._events is not None
-        self._events.saving(request, plan)
-
     def _join(self, pool: Pool) -> Membership:
-        """Makes a pool a member of the cluster. It is closed if that fails."""
-        options = self._options
-        assert options.cluster
-        try:
-            role = ROLES[self._kv_transfer_config.kv_role]
-            published = published_by(self._vllm_config, options.url, self._engine_id)
-            return Membership(
-                pool, options.cluster, role, options.listen, options.cluster_options, options.url, published
-            )
-        except BaseException:
-            pool.close()
-            raise
-
-    def _packing(self) -> str:
-        if self._pages.page_bytes:  # no peer sees them
-            return packing.ROWS
-        layers = self._vllm_config.compilation_config.static_forward_context
-        names = [name for group in self._pages.groups or (self._pages.layers,) for name in group]
-        return packing_of((layers[name] for name in names), self._vllm_config.cache_config.cache_dtype)
+        return join(pool, self._options, self._vllm_config, self._engine_id)
 
     def _worker(self) -> EnginePool:
         if self._engine is None:

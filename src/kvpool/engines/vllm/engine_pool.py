@@ -12,7 +12,6 @@ a `SchedulerIndex`, and each worker a `WorkerPool`.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from kvpool.engines.vllm.requests import Digests
 from kvpool.errors import DeadlineExceeded, Error, OutOfBlocks, StateError
 from kvpool.pool import Pool
 
-__all__ = ["EnginePool", "attach", "detach", "find", "wait_for"]
+__all__ = ["EnginePool", "wait_for"]
 
 _log = logging.getLogger("kvpool.engines.vllm")
 
@@ -370,32 +369,3 @@ def wait_for(copy: _core.BlockCopy) -> None:
             copy.exception()
         except DeadlineExceeded:
             _log.warning("a copy between vLLM's blocks and DRAM takes long; waiting on")
-
-
-# ---- which engine has which pool: the sides of a connector find each other by the engine's id
-
-_pools: dict[str, EnginePool] = {}
-_lock = threading.Lock()
-
-
-def attach(engine_id: str, engine: EnginePool) -> None:
-    """Makes an engine's pool known in this process. One of an engine that was not shut down is closed."""
-    with _lock:
-        previous = _pools.get(engine_id)
-        _pools[engine_id] = engine
-    if previous is not None:
-        previous.close()
-
-
-def find(engine_id: str) -> EnginePool | None:
-    """The pool of an engine of this process."""
-    with _lock:
-        return _pools.get(engine_id)
-
-
-def detach(engine_id: str) -> None:
-    """Closes an engine's pool, if it has one."""
-    with _lock:
-        engine = _pools.pop(engine_id, None)
-    if engine is not None:
-        engine.close()
