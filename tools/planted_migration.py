@@ -225,6 +225,14 @@ MIGRATION_BUGS: Final[tuple[Bug, ...]] = (
         build="python",
     ),
     Bug(
+        "asked-back-by-a-dead-source",
+        "policy",
+        "a request that its source has asked back before it died is given back to it: it is lost",
+        in_python("policy/migration/destination.py", 'if gone and said.phase == "withdrawn":', "if False:"),
+        ("python/policy/test_migration.py", "python/control/test_migration_faults.py"),
+        build="python",
+    ),
+    Bug(
         "given-back-to-a-dead-source",
         "control",
         "a request for which the engine has no room when its source has just died is given back to it: it is lost",

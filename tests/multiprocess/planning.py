@@ -29,7 +29,7 @@ __all__ = ["PROMPTS", "Member", "Notes", "check_notes"]
 
 BLOCKS = 97
 CAPACITY = (BLOCKS - 1) * BLOCK
-EPOCH_S = 0.2
+EPOCH_S = 0.4
 # Requests and their prompts' tokens: MELL moves the small ones to the big one, or all to one place.
 PROMPTS = {"a": 20, "b": 120, "c": 20, "d": 20}
 MORE = 40  # tokens that each puts out; the last few when it may end

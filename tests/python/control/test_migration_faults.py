@@ -344,6 +344,33 @@ def test_a_request_that_only_its_destination_has_waits_for_room_in_the_engine(ma
     hears.set()
 
 
+def test_a_request_that_its_source_asks_back_and_dies_is_not_given_back(make, reader):
+    """Its word and the proof of its end are there before the destination has looked at either."""
+    proofs = []
+    a, b = make({"gone": lambda *_: proofs[0] if proofs else None})
+    reached, go, fetch = threading.Event(), threading.Event(), b.pool.fetch
+
+    def slowly(*args, priority, **named):
+        if priority == "decode":
+            reached.set()
+            go.wait(20)
+        return fetch(*args, priority=priority, **named)
+
+    b.pool.fetch = slowly
+    make_deaf(a, "failed")
+    a.engine.begin("r", prompt_of(12), LENGTH)
+    moving = a.migrations.migrate("r", "b", by="kv", timeout=20)
+    assert reached.wait(20)
+    (arriving,) = b.migrations._incoming._arriving.values()
+    moving.cancel()
+    eventually(lambda: any(said.phase == "withdrawn" for said in list(arriving.dialogue._heard)))
+    proofs.append("ended")
+    go.set()
+    eventually(lambda: "r" in b.engine.requests)
+    check(reader, b.engine, "r", prompt_of(12))
+    del b.pool.fetch
+
+
 def test_a_request_that_waits_for_room_ends_when_its_destination_takes_in_no_more(make):
     a, b, proofs = *make({"gone": lambda *_: proofs[0] if proofs else None}), []
 

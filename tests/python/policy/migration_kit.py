@@ -171,7 +171,12 @@ class Incarnation:
     def holds(self, request):
         """Whether it has a request that it has not given away, or that was handed over to it."""
         given = any(source.request == request and source.state == "released" for source in self.sources)
-        coming = any(found.request == request and found.state == "moving" and found.handed for found in self.arrivals)
+        coming = any(
+            found.request == request and found.state == "moving" and found.handed
+            # If it was, its term is too low for readers.
+            and found.id not in self.town.incarnations[found.id.source].departures._taken_back
+            for found in self.arrivals
+        )  # fmt: skip
         return coming or (request in self.hosted and not given)
 
     def is_moving(self, request):
@@ -276,7 +281,7 @@ class Incarnation:
         found = self.arrivals.find(said.id)
         if found is not None:
             was_kept = found in self.arrivals.kept
-            found.hear(said)
+            found.hear(said, gone=self.town.is_proved_gone(said.id.source))
             if was_kept and found.settled:
                 self.finish(found)
             if was_kept and found.state != "released":

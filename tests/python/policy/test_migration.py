@@ -153,6 +153,36 @@ def test_a_hand_over_that_was_heard_is_enough(proof):
     assert not destination.compute_rest()
 
 
+def test_what_a_source_has_asked_back_before_it_died_is_not_given_back_to_it():
+    source, destination = pair()
+    fetch(destination)
+    exchange(source, destination, 1)
+    source.hand_over(progress(10), b"")
+    destination.hear(source.says())
+    source.withdraw()
+    destination.hear(source.says(), gone=True)
+    destination.gone("it is gone", ended=True)
+    fetch(destination)
+    destination.decode()
+    assert destination.state == "decoding"
+
+
+def test_what_a_fenced_source_asks_back_when_it_wakes_is_given_back_if_it_is_not_decoded_yet():
+    source, destination = pair()
+    fetch(destination)
+    exchange(source, destination, 1)
+    source.hand_over(progress(10), b"")
+    destination.hear(source.says())
+    source.withdraw()
+    destination.hear(source.says(), gone=True)
+    destination.gone("it is fenced", ended=False)
+    assert destination.state == "moving"
+    exchange(source, destination, 2)
+    assert destination.state == "failed"
+    source.hear(destination.says(3))
+    assert source.state == "back"
+
+
 def test_a_source_that_is_gone_before_the_hand_over_ends_its_request():
     _, destination = pair()
     destination.gone("its process has ended", ended=True)

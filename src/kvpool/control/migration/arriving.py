@@ -11,7 +11,7 @@ from typing import Final
 from kvpool._core import Transfer
 from kvpool.control.migration.background import Chores
 from kvpool.control.migration.engine import Arrived, MigratingEngine
-from kvpool.control.migration.evidence import Evidence
+from kvpool.control.migration.evidence import Evidence, Proof
 from kvpool.control.migration.room import Budget, Room
 from kvpool.control.migration.talking import Dialogue, Timing
 from kvpool.errors import Busy, OutOfBlocks
@@ -114,8 +114,9 @@ class Arriving:
 
     def _hear(self) -> None:
         found = self.destination
+        is_gone = self._proof() is not None  # before what it says is read: it may ask for the request, and die
         for said in self.dialogue.read():
-            found.hear(said)
+            found.hear(said, gone=is_gone)
         if self._unwanted:  # also what waits for room, and nobody else has
             found.fail("the destination takes in no more requests")
         self._look_for_source()
@@ -124,9 +125,11 @@ class Arriving:
 
     def _look_for_source(self) -> None:
         """Notes whether there is proof that it is gone."""
-        found, peer = self.destination, self.dialogue.peer
-        if (proof := self._evidence.of(peer, found.id.source)) is not None:
-            found.gone(f"{peer} is gone: {proof}", ended=proof == "ended")
+        if (proof := self._proof()) is not None:
+            self.destination.gone(f"{self.dialogue.peer} is gone: {proof}", ended=proof == "ended")
+
+    def _proof(self) -> Proof | None:
+        return self._evidence.of(self.dialogue.peer, self.destination.id.source)
 
     def _advance(self) -> bool:
         """Brings a piece here, or begins to decode. Whether there is news for the source."""

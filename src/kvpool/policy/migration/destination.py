@@ -6,7 +6,8 @@
 D1  It decodes only after a hand-over was heard and all of its tokens are whole here.
 D2  `failed` is a promise: nothing changes it.
 D3  A hand-over that was heard is enough: what cannot be fetched any more is computed from the tokens.
-D4  From `decoding` on its blocks are the request's own; before that they can be freed at any time.
+D4  What a source has asked back that is gone by now is not given back to it: nobody would have it.
+D5  From `decoding` on its blocks are the request's own; before that they can be freed at any time.
 """
 
 from __future__ import annotations
@@ -121,8 +122,16 @@ class Destination:
         handed = self._handed
         return self.state == "moving" and handed is not None and self.whole >= handed.whole
 
-    def hear(self, said: SourceSays) -> None:
-        """Takes what the source says; what is older than it has said before is dropped."""
+    def hear(self, said: SourceSays, *, gone: bool = False) -> None:
+        """Takes what the source says; what is older than it has said before is dropped.
+
+        Args:
+            said: The message.
+            gone: There is proof that the source's incarnation is gone. Then `withdrawn` is not heard: if it is only
+                fenced, and wakes, it asks again.
+        """
+        if gone and said.phase == "withdrawn":
+            return
         if said.number <= self._number or (self.ended and not self.by_proof):
             return
         self._number = said.number
