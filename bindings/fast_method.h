@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "bind.h"
+#include "node.h"
 
 namespace kvpool::bindings {
 

@@ -132,7 +132,7 @@ TEST_CASE("cma reports a peer that is killed in the middle of a write as lost") 
     const WholeWrite write(kBlocks, kBytes);
     std::atomic<std::uint64_t> done{0};
     std::thread killer([&] {
-      sleep_while([&] { return done.load() < kBytes; });
+      testing::sleep_while([&] { return done.load() < kBytes; });
       peer.kill_and_wait();
     });
     WriteRequest request = write.request();

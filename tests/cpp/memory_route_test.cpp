@@ -115,7 +115,7 @@ TEST_CASE("a cancelled write ends early, and nothing of it is written afterwards
   request.cancelled = &cancelled;
   request.bytes_done = &done;
   std::thread canceller([&] {
-    sleep_while([&] { return done.load() == 0; });
+    testing::sleep_while([&] { return done.load() == 0; });
     cancelled.store(true);
   });
   const auto code = code_of([&] { route->write(request); });
