@@ -149,3 +149,25 @@ def test_one_that_is_stopped_for_a_while_loses_nothing(evicting, who, is_fenced)
             assert place is not None
             assert is_fenced or place == town.destination.name, (seed, phase)
     check_all(seen)
+
+
+def test_a_source_that_asks_for_its_request_and_dies_loses_none_that_it_has_handed_over(evicting):
+    """Its last word arrives when it is known to be gone: then nobody else would have the request."""
+    seen = set()
+    for seed in SEEDS:
+
+        def ask_and_die(town):
+            if town.leaving in town.source.sources and not town.leaving.ended:
+                town.leaving.cancel("cancelled")
+                town.leaving.withdraw()
+                town.send(town.destination.number, town.leaving.says())
+            town.kill(town.source)
+            town.start(town.source.name, town.source.capacity)
+
+        for phase, has_it, town in play(seed, "kv", evicting, ask_and_die):
+            seen.add(phase)
+            expected = {town.destination.name} if has_it else {None}
+            if phase == ("handed", "moving"):
+                expected |= {town.destination.name}
+            assert town.place() in expected, (seed, phase)
+    check_all(seen)
