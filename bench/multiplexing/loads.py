@@ -31,7 +31,7 @@ def run(context: Context) -> Report:
     """See the module's text."""
     report = Report(notes=[NOTE])
     alphas, tops = ((2.1,), (20.0,)) if context.quick else (_ALPHAS, _TOPS)
-    window = Window(16.0, 6.0, 4.0) if context.quick else Window(40.0, 20.0, 4.0)
+    window = Window(16.0, 6.0, 4.0) if context.quick else Window(24.0, 10.0, 4.0)
     cells = [_cell(alpha, top, window) for alpha in alphas for top in tops]
     graphs = [] if context.quick else [_cell(2.1, 40.0, window, GRAPHS)]
     for cell in cells:
