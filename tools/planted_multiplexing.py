@@ -316,4 +316,14 @@ MULTIPLEXING_BUGS: Final = (
         _MESH,
         build="python",
     ),
+    Bug(
+        "simulated-engine-without-a-largest-batch",
+        "sim",
+        "prompts hold up decode until the memory is full, so that the baselines look worse than they are",
+        in_python(
+            "sim/multiplexing_mesh.py", ", len(model.prompts), mux.BATCH_MAX - model.active)", ", len(model.prompts))"
+        ),
+        _MESH,
+        build="python",
+    ),
 )

@@ -20,9 +20,9 @@ from kvpool.sim.multiplexing_workload import arrivals, power_law
 
 TITLE = f"MuxServe Fig 5: throughput and SLO attainment over popularity and load; {LABEL}"
 PEERS: tuple[str, ...] = ()
-_ALPHAS = (0.7, 1.3, 2.1)
+_ALPHAS = (0.7, 2.1)
 _TOPS = (20.0, 40.0, 80.0)  # requests a second of the most popular model
-_SLO, _TIGHT = 8.0, 2.0
+_SLO, _TIGHT = 4.0, 2.0
 _GOAL_BEST, _GOAL_ALL, _GOAL_SLO = 1.5, 0.98, 2.0
 _POPULAR = 0  # the seed that draws which sizes are popular
 
@@ -31,7 +31,7 @@ def run(context: Context) -> Report:
     """See the module's text."""
     report = Report(notes=[NOTE])
     alphas, tops = ((2.1,), (20.0,)) if context.quick else (_ALPHAS, _TOPS)
-    window = Window(20.0, 8.0) if context.quick else Window(36.0, 14.0)
+    window = Window(16.0, 6.0, 4.0) if context.quick else Window(24.0, 10.0, 4.0)
     cells = [_cell(alpha, top, window) for alpha in alphas for top in tops]
     graphs = [] if context.quick else [_cell(2.1, 40.0, window, GRAPHS)]
     for cell in cells:

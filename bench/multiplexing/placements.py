@@ -37,7 +37,7 @@ _GOAL_GREEDY, _GOAL_BEST = 1.15, 95.0
 def run(context: Context) -> Report:
     """See the module's text."""
     report = Report(notes=[NOTE])
-    window = Window(20.0, 8.0) if context.quick else Window(60.0, 20.0)
+    window = Window(20.0, 8.0, 0.0) if context.quick else Window(40.0, 15.0, 0.0)
     found = {}
     for name, ((nodes, per_node), shapes, rates) in list(_SETTINGS.items())[: context.pick(1, len(_SETTINGS))]:
         gpus = machines(nodes, per_node)

@@ -36,7 +36,7 @@ _STEPS: dict[str, tuple[Scheduler, Sharing]] = {
 def run(context: Context) -> Report:
     """See the module's text."""
     report = Report(notes=[NOTE])
-    window = Window(20.0, 8.0) if context.quick else Window(90.0, 30.0)
+    window = Window(20.0, 8.0) if context.quick else Window(60.0, 20.0)
     gpus = machines(1, 4)
     cells = []
     for alpha in _ALPHAS[-1:] if context.quick else _ALPHAS:

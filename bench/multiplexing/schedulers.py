@@ -41,7 +41,7 @@ _GOALS = {"round robin": 1.2, "FCFS": 1.4}
 def run(context: Context) -> Report:
     """See the module's text."""
     report = Report(notes=[NOTE])
-    window = Window(20.0, 8.0, 0.0) if context.quick else Window(160.0, 40.0, 0.0)
+    window = Window(20.0, 8.0, 0.0) if context.quick else Window(120.0, 40.0, 0.0)
     found = [_cell(name, load, window) for name in _SETTINGS for load in (_LOADS[:1] if context.quick else _LOADS)]
     for cell in found:
         own = cell["schedulers"]["ADBS"]
@@ -104,9 +104,11 @@ def _paint(axes: Any, cell: dict[str, Any]) -> None:
         )
         base = [below + height for below, height in zip(base, heights, strict=True)]
     labels = [
-        name if name == "asked for" else f"{name}\n{runs[name]['weighted']:.1f} req/s".replace(", ", ",\n")
+        name
+        if name == "asked for"
+        else f"{name}\n{runs[name]['weighted']:.1f} req/s".replace(", ", ",\n").replace("room for ", "room for\n")
         for name in parts
     ]
     axes.set_xticks(range(len(parts)), labels, fontsize=6)
     axes.set_ylabel(f"part of the cache ({cell['setting']}, x{cell['load']:g})", fontsize=7)
-    axes.legend(frameon=False, fontsize=7)
+    axes.legend(frameon=False, fontsize=7, ncol=len(names), loc="lower right", bbox_to_anchor=(1, 1))

@@ -19,15 +19,15 @@ from kvpool.sim.multiplexing_workload import LMSYS, power_law, shifting
 
 TITLE = f"MuxServe Fig 7: a synthetic trace like ChatLMSYS; {LABEL}"
 PEERS: tuple[str, ...] = ()
-_MEANS = (2.4, 4.8, 9.6)
+_MEANS = (4.8, 9.6)
 _ALPHA, _POPULAR = 0.9, 0
-_SLO, _GOAL = 8.0, 1.2
+_SLO, _GOAL = 4.0, 1.2
 
 
 def run(context: Context) -> Report:
     """See the module's text."""
     report = Report(notes=[NOTE, "The trace is synthetic."])
-    window = Window(20.0, 8.0) if context.quick else Window(80.0, 20.0)
+    window = Window(16.0, 6.0, 4.0) if context.quick else Window(24.0, 10.0, 4.0)
     cells = [_cell(mean, window) for mean in (_MEANS[1:2] if context.quick else _MEANS)]
     for cell in cells:
         for name in ("spatial", "temporal"):

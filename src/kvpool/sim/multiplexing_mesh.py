@@ -64,6 +64,7 @@ class Request:
         stopped: How often it lost its blocks.
         first_s: When its first token was there; below 0: not yet.
         end_s: When its last token was there; below 0: not yet.
+        steps: What a scheduler sees of it while it decodes: without a block, and with one.
     """
 
     model: str
@@ -74,6 +75,7 @@ class Request:
     stopped: int = 0
     first_s: float = -1.0
     end_s: float = -1.0
+    steps: list[mux.Waiting] | None = field(default=None, repr=False)
 
     @property
     def cached(self) -> int:
@@ -105,6 +107,7 @@ class _Model:
     prompts: deque[mux.Waiting] = field(default_factory=deque)
     ready: dict[Request, None] = field(default_factory=dict)  # that decode and are in no job, the oldest first
     backlog: int = 0  # units that the prompts ask for
+    active: int = 0  # requests that are in a job or decode
     shown: tuple[mux.Waiting, ...] | None = None  # what a scheduler sees of `ready`; None: it has changed
 
 
@@ -145,7 +148,9 @@ class Mesh:
     Invariants, whenever the loop is not in a call of this mesh:
       S1. Each request that arrived is refused, waits for its prefill, decodes, is in one job, or has ended.
       S2. The shares of running jobs sum up to at most 1; a model has at most one job of each phase.
-      S3. A request in a job holds the blocks of its tokens; one that waits for its prefill holds none.
+      S3. No model has more than BATCH_MAX requests in jobs and decoding, as engines limit their batches: without that,
+          prompts that keep coming would hold up decode until the memory is full, where they go first.
+      S4. A request in a job holds the blocks of its tokens; one that waits for its prefill holds none.
 
     Args:
         residents: The models.
@@ -237,6 +242,7 @@ class Mesh:
                 request.first_s = now
             if request.made >= request.output:
                 request.end_s = now
+                model.active -= 1
                 self.counts.ended += 1
                 self.memory.give_back(request.model, request)
             else:
@@ -314,14 +320,14 @@ class Mesh:
     def _queues(self, name: str, model: _Model, prompts: bool) -> mux.ModelQueues:
         if model.shown is None:
             block = self.memory.units(name, 1)
-            model.shown = tuple(
-                mux.Waiting(request, 0 if request.cached % BLOCK_TOKENS else block, request.time_s)
-                for request in model.ready
-            )
-        shown = [model.prompts[at] for at in range(min(_SEEN, len(model.prompts)))] if prompts else ()
+            for request in model.ready:
+                if request.steps is None:
+                    request.steps = [mux.Waiting(request, units, request.time_s) for units in (0, block)]
+            model.shown = tuple([each.steps[each.cached % BLOCK_TOKENS == 0] for each in model.ready if each.steps])
+        seen = min(_SEEN, len(model.prompts), mux.BATCH_MAX - model.active) if prompts else 0
         return mux.ModelQueues(
             name,
-            shown,
+            [model.prompts[at] for at in range(seen)],
             model.shown,
             prefill_share=model.resident.prefill_share,
             decode_share=model.resident.decode_share,
@@ -341,6 +347,7 @@ class Mesh:
                     raise StateError(f"a prefill of {job.model!r} passes over a prompt that came before")
                 needs[request] = waiting.units
                 model.backlog -= waiting.units
+                model.active += 1
                 self.counts.computed += request.to_compute
             parts = times.prefill_parts([request.to_compute for request in requests], self.tp)
         else:
@@ -365,6 +372,7 @@ class Mesh:
         for request in advice.requests:
             assert isinstance(request, Request)
             del model.ready[request]
+            model.active -= 1
             self.memory.give_back(advice.model, request)
             request.stopped += 1
             self.counts.stopped += 1
@@ -383,7 +391,7 @@ class Mesh:
     # ---- for tests
 
     def check(self) -> None:
-        """Raises AssertionError if M1 to M3 of the memory or S1 to S3 is broken."""
+        """Raises AssertionError if M1 to M3 of the memory or S1 to S4 is broken."""
         self.memory.check()
         running = [request for each in self._running for request in each.requests]
         places = [*running, *(request for model in self._models.values() for request in model.ready)]
@@ -394,9 +402,11 @@ class Mesh:
         assert sum(each.job.share for each in self._running) <= 1 + 1e-6, "S2"
         phases = [(each.job.model, each.job.phase) for each in self._running]
         assert len(set(phases)) == len(phases), "S2"
+        for name, model in self._models.items():
+            assert model.active == sum(request.model == name for request in places) <= mux.BATCH_MAX, "S3"
         for request in places:
             held = self.memory.holds(request.model, request)
-            assert held >= self.memory.units(request.model, request.cached), "S3"
+            assert held >= self.memory.units(request.model, request.cached), "S4"
         for waiting in prompts:
             assert isinstance(waiting, Request)
-            assert self.memory.holds(waiting.model, waiting) == 0, "S3"
+            assert self.memory.holds(waiting.model, waiting) == 0, "S4"

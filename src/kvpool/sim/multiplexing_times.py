@@ -29,7 +29,8 @@ from kvpool.policy.multiplexing import BANDWIDTH_SHARE
 __all__ = ["NO_LAUNCHES", "JobTimes", "Launches", "Parts", "Ring", "alone_s", "slowdown"]
 
 _INFINITE: Final = float("inf")
-_HALVINGS: Final = 24  # of the interval in which the common factor lies
+_STEPS_MAX: Final = 60  # towards the common factor
+_NEAR: Final = 1e-7  # of the bandwidth
 _FAR: Final = 1 << 14  # tokens over which a slope is measured
 
 
@@ -223,7 +224,14 @@ def slowdown(jobs: Sequence[tuple[Parts, float]], bandwidth_share: float = BANDW
     if len(jobs) < 2 or used(1.0) <= 1:
         return 1.0
     low, high = 1.0, float(len(jobs))  # there each uses at most an equal part
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if used(middle) > 1 else (low, middle)
+    over, under = used(low) - 1, used(high) - 1
+    for _ in range(_STEPS_MAX):  # the chord's root; the end that stays is halved, so that both come near (Illinois)
+        if under > -_NEAR:
+            break
+        middle = high - under * (high - low) / (under - over)
+        found = used(middle) - 1
+        if found > 0:
+            low, over, under = middle, found, under / 2
+        else:
+            high, under, over = middle, found, over / 2
     return high

@@ -143,6 +143,15 @@ def test_room_for_growth_spares_requests_that_are_stopped():
     assert stopped[True] < stopped[False] / 2
 
 
+def test_prompts_wait_while_the_largest_batch_decodes():
+    """300 prompts at once, eight a second, and prompts go first: after 256 of them decode has its turn."""
+    requests = [Request("a", 0.0, 16, 3) for _ in range(300)]
+    one = run(mesh([resident("a")], units=1000, scheduler=mux.FCFS()), requests)
+    assert one.counts.ended == 300
+    assert [request.first_s for request in requests[249:257]] == pytest.approx([33.0] * 7 + [34.2])  # 1 + 31 * 8 + 7
+    assert requests[0].end_s == pytest.approx(33.2)
+
+
 def test_a_request_that_could_never_end_is_refused():
     made = mesh([resident("a"), resident("b")], units=10, sharing="partitioned")
     fits, large = Request("a", 0.0, 40, 41), Request("a", 0.0, 40, 42)  # five units hold 80 tokens
