@@ -11,11 +11,10 @@ prompts of 92,000 tokens in chunks of 2,048, one event in fifty is one: these ar
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from time import process_time
-from types import MappingProxyType
 from typing import Any, Final
 
 from bench.context import Context
@@ -55,7 +54,7 @@ class _Case:
     colocated: int
     rate: float
     apart: int = 0
-    changes: Mapping[str, Any] = MappingProxyType({})
+    changes: Mapping[str, Any] = field(default_factory=dict)
     target_s: float | None = None
 
 
