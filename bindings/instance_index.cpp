@@ -87,13 +87,22 @@ struct FoundHits {
   std::size_t page_tokens;
 };
 
-FoundHits find(LockedInstanceIndex& self, py::handle tokens_argument, py::handle name_argument) {
+FoundHits find(LockedInstanceIndex& self, py::handle tokens_argument, py::handle name_argument,
+               py::handle since_argument) {
+  const std::uint64_t since = count_from(since_argument, "since");
   const Vector<Token> tokens = tokens_to_find(tokens_argument);
   const std::string_view name = name_from(name_argument);
   FoundHits found{{}, self.index.page_tokens()};
   const std::lock_guard lock(self.mutex);
-  self.index.peek(name, tokens.data(), tokens.size(), found.hits);
+  self.index.peek(name, tokens.data(), tokens.size(), found.hits, since);
   return found;
+}
+
+std::size_t expire(LockedInstanceIndex& self, py::handle before, py::handle nodes_argument) {
+  const std::uint64_t time = count_from(before, "before");
+  const std::size_t nodes = nodes_argument.is_none() ? 0 : count_from(nodes_argument, "nodes");
+  const std::lock_guard lock(self.mutex);
+  return nodes_argument.is_none() ? self.index.expire(time) : self.index.expire_some(time, nodes);
 }
 
 py::list lengths_of(const FoundHits& self) {
@@ -161,17 +170,19 @@ void bind_instance_index(py::module_& module) {
       .def(
           "insert",
           [](LockedInstanceIndex& self, py::handle tokens_argument, py::handle instance, py::handle now,
-             py::handle name_argument, py::handle lasting_argument) {
+             py::handle name_argument, py::handle lasting_argument, py::handle since_argument) {
+            const std::uint64_t since = count_from(since_argument, "since");
             const bool lasting = flag_from(lasting_argument, "lasting");
             const Vector<Token> tokens = tokens_from(tokens_argument);
             const std::string_view name = name_from(name_argument);
             const std::uint32_t id = instance_from(instance);
             const std::uint64_t time = count_from(now, "now");
             const std::lock_guard lock(self.mutex);
-            return self.index.insert(name, tokens.data(), tokens.size() / self.index.page_tokens(), id, time, lasting);
+            return self.index.insert(name, tokens.data(), tokens.size() / self.index.page_tokens(), id, time, lasting,
+                                     since);
           },
           py::arg("tokens"), py::arg("instance"), py::arg("now") = 0, py::arg("namespace") = "", py::kw_only(),
-          py::arg("lasting") = false,
+          py::arg("lasting") = false, py::arg("since") = 0,
           R"(Notes that the instance holds the whole blocks of these tokens.
 
 Args:
@@ -180,6 +191,7 @@ Args:
     now: Time of the use, in any unit that grows.
     namespace: Prefixes of different namespaces never match each other.
     lasting: Whether expire leaves them alone. For instances whose events report evictions.
+    since: Blocks that the instance has not used at this time or later count as not held.
 
 Returns:
     Blocks that the instance did not hold before. If there are more than blocks_max now, the index forgets the least
@@ -199,8 +211,13 @@ Returns:
 
 Returns:
     Two int64 arrays of one length: the instances, and the tokens that each holds, the longest first.)")
-      .def("find", &find, py::arg("tokens"), py::arg("namespace") = "",
+      .def("find", &find, py::arg("tokens"), py::arg("namespace") = "", py::kw_only(), py::arg("since") = 0,
            R"(As match without counting as a use, for a router that queries a few of many instances.
+
+Args:
+    tokens: Token ids.
+    namespace: As in insert.
+    since: Leaves out, for each instance, the blocks that it has not used at this time or later, except lasting ones.
 
 Returns:
     A snapshot of the result: later calls do not change it.)")
@@ -228,16 +245,17 @@ Returns:
             return self.index.remove_instance(id);
           },
           py::arg("instance"), "Removes an instance. Returns how many blocks it held.")
-      .def(
-          "expire",
-          [](LockedInstanceIndex& self, py::handle before) {
-            const std::uint64_t time = count_from(before, "before");
-            const std::lock_guard lock(self.mutex);
-            return self.index.expire(time);
-          },
-          py::arg("before"),
-          "Forgets, for each instance, the blocks that it did not use at `before` or later, except lasting ones.\n"
-          "Returns the number of blocks, each counted once for every instance that held it.")
+      .def("expire", &expire, py::arg("before"), py::arg("nodes") = py::none(),
+           R"(Forgets, for each instance, the blocks that it did not use at `before` or later, except lasting ones.
+
+Args:
+    before: A time.
+    nodes: How much to look at, in prompts, or parts that prompts share, with 64 instances each; None: everything. Each
+        call goes on where the last one ended, and also looks at as much as was used since; `before` is that of the call
+        that began with the first. So it ends after at most as many calls as there are nodes, over `nodes`.
+
+Returns:
+    The number of blocks, each counted once for every instance that held it.)")
       .def(
           "blocks",
           [](LockedInstanceIndex& self, py::handle instance) {

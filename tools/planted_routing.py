@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from tools.planted_kit import Bug, in_python
+from tools.planted_kit import Bug, in_cpp, in_python
 
 __all__ = ["ROUTING_BUGS"]
 
@@ -99,6 +99,45 @@ ROUTING_BUGS: Final[tuple[Bug, ...]] = (
             "found.add((at, table.model_of(slot)))\n                if",
         ),
         ("python/policy/test_routing_search.py",),
+        build="python",
+    ),
+    Bug(
+        "hot-node-never-swept",
+        "index",
+        "the router's memory grows for ever: what is used between two looks is never looked at",
+        in_cpp(
+            "index/instance_index.cpp",
+            "std::size_t left = nodes + std::exchange(used_since_, 0);",
+            "std::size_t left = nodes;",
+        ),
+        ("instance_index_test.cpp",),
+    ),
+    Bug(
+        "old-entries-are-answered",
+        "policy",
+        "a prompt goes to an instance that has evicted it long ago, since its time to live is over and nobody looked",
+        in_python("policy/routing/tree.py", "namespace, since=self._since(self._now()))", "namespace)"),
+        ("python/policy/test_routing_trees.py",),
+        build="python",
+    ),
+    Bug(
+        "second-try-counted",
+        "policy",
+        "an instance that refuses makes prefixes look popular, and they are copied for nothing",
+        in_python("policy/routing/keeping.py", "if not asked.again:", "if True:"),
+        ("python/policy/test_routing_uses.py", "python/router/test_parts.py"),
+        build="python",
+    ),
+    Bug(
+        "chunks-take-all",
+        "sim",
+        "steps with prompts in them have more tokens than the engine computes, so first tokens come too early",
+        in_python(
+            "sim/instance.py",
+            "left = self._batching.batch_tokens - len(self._running)",
+            "left = self._batching.batch_tokens",
+        ),
+        ("python/sim/test_cluster.py",),
         build="python",
     ),
 )

@@ -47,16 +47,17 @@ class Subject:
     """A router in its process; see bench/remote.py."""
 
     def build(self, instances: int, prompts: int, hot: bool) -> None:
-        self._now = 0.0
+        self._now = 1e6
         self._schedulers = {
             name: routing.GlobalScheduler(MODEL, lambda: self._now, policy=policy(), transfer=TRANSFER)
             for name, policy in _POLICIES.items()
         }
-        tree = routing.PromptTree(MODEL.block_tokens, lambda: self._now, ttl_s=1e6)  # nothing gets too old
+        # Nothing gets too old, but is looked at.
+        tree = routing.PromptTree(MODEL.block_tokens, lambda: self._now, ttl_s=1e5)
         for scheduler in self._schedulers.values():
             for instance in range(instances):
                 scheduler.add_instance(instance)
-            scheduler._trees[routing.Kind.COLOCATED] = tree  # one tree for all: they only look
+            scheduler._trees[routing.Kind.COLOCATED] = tree  # one tree for all, to which they add little
         self._tree, self._instances, self._prompts = tree, instances, prompts
         for number in range(prompts):
             tree.insert(_SHAPE.prompt(number), number % instances)
@@ -64,7 +65,7 @@ class Subject:
             for group in range(_GROUPS):
                 for instance in range(instances):
                     tree.insert(_SHAPE.prompt(group)[: _SHAPE.shared], instance)
-        self._now = 1e4  # nobody is new any more
+        self._now += 1e4  # nobody is new any more
 
     def decide(self, policy: str, n: int, seed: int) -> list[float]:
         """Processor times of n decisions; microseconds. Nine of ten requests are computed before the next round."""
@@ -83,12 +84,11 @@ class Subject:
         for at, ticket in enumerate(tickets):
             if at % 10:
                 scheduler.first_token(ticket)
-                scheduler.failed(ticket)  # the tree stays as it is
+                scheduler.failed(ticket)
         return times
 
     def expire(self) -> float:
         """Milliseconds to look at every node of the tree; nothing is old enough to go."""
-        self._now = 100.0
         start = time.perf_counter()
         self._tree.expire()
         return (time.perf_counter() - start) * 1000

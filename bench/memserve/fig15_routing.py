@@ -61,7 +61,12 @@ class Subject:
         for seed in range(seeds):
             fleet = FleetSim(
                 lambda clock: routing.GlobalScheduler(
-                    model, clock, policy=_POLICIES[policy](), transfer=transfer, balance=_AS_IN_THE_PAPER
+                    model,
+                    clock,
+                    policy=_POLICIES[policy](),
+                    transfer=transfer,
+                    balance=_AS_IN_THE_PAPER,
+                    learn_at="response",  # §6
                 ),
                 _INSTANCES,
                 model,

@@ -86,7 +86,13 @@ class Subject:
     def simulate(self, policy: str, blocks: int) -> dict[str, float]:
         model = _InIds(MODEL.spread(cost.Parallel(tp=4)))
         fleet = FleetSim(
-            lambda clock: routing.GlobalScheduler(model, clock, policy=_POLICIES[policy](), ttl_s=None),
+            lambda clock: routing.GlobalScheduler(
+                model,
+                clock,
+                policy=_POLICIES[policy](),
+                ttl_s=None,
+                learn_at="response",  # that is, from events alone
+            ),
             _INSTANCES,
             model,
             blocks // _INSTANCES,

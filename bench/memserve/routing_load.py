@@ -215,7 +215,6 @@ class Subject:
                 self._model,
                 clock,
                 policy=_POLICIES[policy](),
-                learn_at="dispatch",
                 ttl_s=_TTL * self._sessions[-1].start_s,
             ),
             _INSTANCES,

@@ -70,12 +70,12 @@ class Fuzz {
     switch (dice_.below(10)) {
       case 0:
         if (model_.size() > kPagesMax) return expire(now_);  // the model is slow: keep it small
-        if (dice_.one_in(4)) return expire(now_ - std::min<std::uint64_t>(now_, dice_.below(400)));
+        if (dice_.one_in(4)) return expire(long_ago());
         return remove();
       case 1:
         return dice_.one_in(30) ? remove_instance() : remove();
       case 2:
-        return match(/*counts=*/false);
+        return dice_.one_in(2) ? expire_some() : match(/*counts=*/false);
       case 3:
       case 4:
         return match(/*counts=*/true);
@@ -97,6 +97,7 @@ class Fuzz {
     return true;
   }
 
+  std::uint64_t long_ago() { return now_ - std::min<std::uint64_t>(now_, dice_.below(400)); }
   std::uint32_t random_instance() { return dice_.below(instances_); }
 
   Prefix random_prompt() {
@@ -121,15 +122,17 @@ class Fuzz {
     const std::uint32_t instance = random_instance();
     const std::size_t pages = page_count(prompt);
     const bool lasting = dice_.one_in(8);
+    const std::uint64_t since = dice_.one_in(2) ? 0 : long_ago();
     std::size_t added = 0;
-    if (!attempt(
-            [&] { added = index_.insert(prompt.name_space, prompt.tokens.data(), pages, instance, now_, lasting); })) {
+    if (!attempt([&] {
+          added = index_.insert(prompt.name_space, prompt.tokens.data(), pages, instance, now_, lasting, since);
+        })) {
       return;
     }
     std::size_t expected = 0;
     for (std::size_t n = 1; n <= pages; ++n) {
       auto& holders = model_[cut(prompt, n)];
-      expected += holders.contains(instance) ? 0 : 1;
+      expected += holders.contains(instance) && holders[instance] >= since ? 0 : 1;
       holders[instance] = std::max(holders[instance], lasting ? kvpool::kLasting : now_);
     }
     REQUIRE(added == expected);
@@ -183,14 +186,26 @@ class Fuzz {
     for (const auto& [instance, pages] : longest) expected.push_back({instance, pages});
     std::stable_sort(expected.begin(), expected.end(), [](const auto& a, const auto& b) { return a.pages > b.pages; });
     REQUIRE(hits == expected);
-    compare_levels(prompt, expected);
+    compare_levels(prompt);
   }
 
-  // The same, grouped by length.
-  void compare_levels(const Prefix& prompt, const std::vector<InstanceHit>& expected) {
+  // Without what was not used for a time, and grouped by length.
+  void compare_levels(const Prefix& prompt) {
+    const std::uint64_t since = dice_.one_in(2) ? 0 : long_ago();
+    std::map<std::uint32_t, std::size_t> longest;
+    for (std::size_t n = 1; n <= page_count(prompt) && model_.contains(cut(prompt, n)); ++n) {
+      for (const auto& [instance, used] : model_.at(cut(prompt, n))) {
+        if (used >= since) longest[instance] = n;
+      }
+    }
+    std::vector<InstanceHit> expected;
+    for (const auto& [instance, pages] : longest) expected.push_back({instance, pages});
+    std::stable_sort(expected.begin(), expected.end(), [](const auto& a, const auto& b) { return a.pages > b.pages; });
     InstanceHits hits;
     hits.add(99, 99);  // replaced
-    if (!attempt([&] { index_.peek(prompt.name_space, prompt.tokens.data(), prompt.tokens.size(), hits); })) return;
+    if (!attempt([&] { index_.peek(prompt.name_space, prompt.tokens.data(), prompt.tokens.size(), hits, since); })) {
+      return;
+    }
     std::vector<InstanceHit> flat;
     for (std::size_t level = 0; level < hits.levels().size(); ++level) {
       REQUIRE(hits.levels()[level].begin < hits.end_of(level));
@@ -252,6 +267,33 @@ class Fuzz {
     REQUIRE(dropped == drop([&](const Prefix&, std::uint32_t, std::uint64_t used) { return used < before; }));
   }
 
+  // Drops nothing that the sweep may not drop; how far it goes is the index's business.
+  void expire_some() {
+    const std::uint64_t before = long_ago();
+    latest_before_ = std::max(latest_before_, before);
+    std::size_t dropped = 0;
+    const std::size_t nodes = dice_.below(6);
+    REQUIRE(attempt([&] { dropped = index_.expire_some(before, nodes); }));  // never throws
+    const InstanceView left = view_of(index_);
+    REQUIRE(dropped == drop([&](const Prefix& prefix, std::uint32_t instance, std::uint64_t used) {
+              const bool kept = left.contains(prefix) && left.at(prefix).contains(instance);
+              REQUIRE((kept || used < latest_before_));
+              return !kept;
+            }));
+    if (!dice_.one_in(20)) return;
+    for (int sweep = 0; sweep < 2; ++sweep) index_.expire_some(before, 1'000'000);  // the second one from the start
+    drop([&](const Prefix&, std::uint32_t, std::uint64_t used) { return used < before; });
+    const InstanceView rest = view_of(index_);
+    drop([&](const Prefix& prefix, std::uint32_t instance, std::uint64_t used) {  // by the first sweep
+      const bool kept = rest.contains(prefix) && rest.at(prefix).contains(instance);
+      REQUIRE((kept || used < latest_before_));
+      return !kept;
+    });
+    for (const auto& [prefix, holders] : rest) {
+      for (const auto& [instance, used] : holders) REQUIRE(used >= before);
+    }
+  }
+
   static constexpr std::size_t kPagesMax = 150;
 
   std::size_t page_tokens_;
@@ -263,6 +305,7 @@ class Fuzz {
   std::map<Prefix, std::uint64_t> used_;  // by which call, the last time
   std::uint64_t uses_ = 0;
   std::uint64_t evicted_ = 0;
+  std::uint64_t latest_before_ = 0;  // of all sweeps
   std::uint64_t now_ = 0;
 };
 

@@ -155,6 +155,78 @@ TEST_CASE("ends of prompts expire before what precedes them, and empty namespace
   rig.index.audit();
 }
 
+TEST_CASE("what was not used for a time counts as not held before it has been dropped") {
+  Rig rig;
+  rig.insert({1, 2, 3, 4}, 7, 10);
+  rig.insert({1, 2}, 7, 20);
+  rig.insert({1, 2, 3}, 8, 20);
+  const auto since = [&](std::uint64_t time) {
+    InstanceHits hits;
+    rig.index.peek("", Tokens{1, 2, 3, 4}.data(), 4, hits, time);
+    Hits flat;
+    for (std::size_t level = 0; level < hits.levels().size(); ++level) {
+      for (std::size_t at = hits.levels()[level].begin; at < hits.end_of(level); ++at) {
+        flat.push_back({hits.instances()[at], hits.levels()[level].pages});
+      }
+    }
+    return flat;
+  };
+  CHECK(since(10) == Hits{{7, 4}, {8, 3}});
+  CHECK(since(11) == Hits{{8, 3}, {7, 2}});
+  CHECK(since(21).empty());
+  CHECK(rig.index.pages(7) == 4);
+  const Tokens all{1, 2, 3, 4};
+  CHECK(rig.index.insert("", all.data(), 4, 7, 30, /*lasting=*/false, /*since=*/15) == 2);  // 3 and 4 are new again
+  CHECK(rig.index.pages(7) == 4);
+  rig.index.audit();
+}
+
+TEST_CASE("a sweep visits so many nodes a call, the longest unused first, and at those that were used meanwhile") {
+  Rig rig;
+  constexpr Token kPrompts = 10;
+  for (Token page = 0; page < kPrompts; ++page) rig.insert({page, 100 + page}, 7, 1);
+  CHECK(rig.index.expire_some(5, 1) == 20);  // and the ten that were used
+  for (Token page = 0; page < kPrompts; ++page) rig.insert({page, 100 + page}, 7, 10);
+  CHECK(rig.index.expire_some(5, 1) == 0);
+  for (Token page = 0; page < kPrompts; ++page) {
+    CAPTURE(page);
+    CHECK(rig.index.expire_some(20, 1) == 2);
+    rig.index.audit();
+  }
+  CHECK(rig.index.pages() == 0);
+}
+
+TEST_CASE("a sweep ends, however often what it has not reached is used, and reaches what is used all the time") {
+  Rig rig;
+  for (Token page = 0; page < 50; ++page) rig.insert({1, 100 + page}, 8, 1);  // 8 is not used again
+  rig.index.expire_some(0, 0);                                                // visits what was used up to now
+  std::uint64_t now = 10;
+  int calls = 0;
+  for (; rig.index.pages(8) > 0 && calls < 1000; ++calls) {
+    rig.insert({1, 2}, 7, ++now);
+    rig.index.expire_some(5, 1);
+    rig.index.audit();
+  }
+  CHECK(calls <= 60);
+  CHECK(rig.peek({1, 2}) == Hits{{7, 2}});
+}
+
+TEST_CASE("a sweep goes on where nodes have left, have been cut, and have been used") {
+  Rig rig;
+  rig.insert({1, 2, 3, 4}, 7, 1);
+  rig.insert({5, 6, 7, 8}, 7, 2);
+  rig.insert({9}, 7, 3);
+  CHECK(rig.index.expire_some(2, 0) == 4);  // three were used, so all of them are looked at
+  rig.insert({1, 2, 3, 4}, 7, 4);
+  rig.index.expire_some(0, 100);
+  CHECK(rig.index.expire_some(4, 1) == 4);        // {5, 6, 7, 8}
+  CHECK(rig.remove({9}, 0, 7) == 1);              // the next one
+  rig.insert({1, 2}, 8, 5);                       // cuts the one after that
+  CHECK(rig.index.expire_some(100, 1'000) == 0);  // the sweep's own time is 4
+  CHECK(rig.index.expire_some(100, 1'000) == 6);
+  CHECK(rig.index.node_count() == 0);
+}
+
 TEST_CASE("lasting pages leave only by removal, and a later use does not make them expire") {
   Rig rig;
   rig.insert({1, 2, 3}, 7, 1);

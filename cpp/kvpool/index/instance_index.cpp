@@ -4,6 +4,7 @@
 #include <memory>
 #include <string>
 #include <unordered_set>
+#include <utility>
 
 #include "kvpool/base/error.h"
 #include "kvpool/index/read_once.h"
@@ -24,7 +25,7 @@ InstanceIndex::InstanceIndex(std::uint32_t page_tokens, std::uint64_t seed, std:
     : tree_(checked_page_tokens(page_tokens), seed), pages_max_(pages_max) {}
 
 std::size_t InstanceIndex::insert(std::string_view name_space, const Token* tokens, std::size_t pages,
-                                  std::uint32_t instance, std::uint64_t now, bool lasting) {
+                                  std::uint32_t instance, std::uint64_t now, bool lasting, std::uint64_t since) {
   if (instance > kInstanceMax) {
     throw Error(ErrorCode::kArgument,
                 "instance " + std::to_string(instance) + " is above the largest, " + std::to_string(kInstanceMax),
@@ -60,8 +61,10 @@ std::size_t InstanceIndex::insert(std::string_view name_space, const Token* toke
     now = advance(now);
     const std::uint64_t used = lasting ? kLasting : now;
     std::size_t added = 0;
+    std::size_t renewed = 0;
     for (Node* node = last; !node->is_root(); node = node->parent) {
       if (Holder* holder = node->payload.find(instance)) {
+        if (node->payload.last_use(*holder) < since) renewed += node->pages;
         holder->last_used = std::max(holder->last_used, used);  // what lasts goes on lasting
       } else {
         node->payload.holders.insert(node->payload.place_of(instance), Holder{instance, used});
@@ -71,7 +74,7 @@ std::size_t InstanceIndex::insert(std::string_view name_space, const Token* toke
     held_pages_[instance] += added;
     use(last);
     if (pages_max_ != 0 && pages_ > pages_max_) evict(pages_ - pages_max_);
-    return added;
+    return added + renewed;
   } catch (...) {
     tree_.drop_root_if_empty(root);
     throw;
@@ -105,8 +108,8 @@ void InstanceIndex::peek(std::string_view name_space, const Token* tokens, std::
   if (position.pages > 0) collect(position, out);
 }
 
-void InstanceIndex::peek(std::string_view name_space, const Token* tokens, std::size_t n_tokens,
-                         InstanceHits& out) const {
+void InstanceIndex::peek(std::string_view name_space, const Token* tokens, std::size_t n_tokens, InstanceHits& out,
+                         std::uint64_t since) const {
   out.clear();
   Tree::Root* root = tree_.find_root(name_space);
   if (root == nullptr) return;
@@ -115,38 +118,43 @@ void InstanceIndex::peek(std::string_view name_space, const Token* tokens, std::
       descend_read_once(tree_, root, tokens, n_tokens / tree_.page_tokens(), copy, kNoVisit);
   if (position.pages == 0) return;
   collect(
-      position, [&](std::size_t n) { out.reserve(n); },
+      position, since, [&](std::size_t n) { out.reserve(n); },
       [&](std::uint32_t instance, std::size_t pages) { out.add(instance, pages); });
 }
 
 void InstanceIndex::collect(const Tree::Position& position, std::vector<InstanceHit>& out) {
   collect(
-      position, [&](std::size_t n) { out.reserve(n); },
+      position, 0, [&](std::size_t n) { out.reserve(n); },
       [&](std::uint32_t instance, std::size_t pages) { out.push_back(InstanceHit{instance, pages}); });
 }
 
-// From the end of the path upwards, each node adds the holders that the node below it lacks.
+// From the end of the path upwards, each node adds the holders that no node below it has added. By I2, who has used a
+// node lately enough has used the nodes above it, too.
 template <class Reserve, class Add>
-void InstanceIndex::collect(const Tree::Position& position, Reserve&& reserve, Add&& add) {
+void InstanceIndex::collect(const Tree::Position& position, std::uint64_t since, Reserve&& reserve, Add&& add) {
   const Node* first = position.node;
   while (!first->parent->is_root()) first = first->parent;
   reserve(first->payload.holders.size());
-  const std::vector<Holder> none;
-  const std::vector<Holder>* below = &none;
+  const InstancePayload none;
+  const InstancePayload* below = &none;
   std::size_t pages = position.pages;
+  std::size_t added = 0;
   for (const Node* node = position.node; !node->is_root(); node = node->parent) {
-    const std::vector<Holder>& holders = node->payload.holders;
-    if (holders.size() != below->size()) {  // I1
-      auto other = below->begin();
-      for (const Holder& holder : holders) {
-        if (other != below->end() && other->instance == holder.instance) {
+    const InstancePayload& payload = node->payload;
+    if (payload.holders.size() != added) {  // else these are the holders (I1)
+      auto other = below->holders.begin();
+      for (const Holder& holder : payload.holders) {
+        bool was_added = false;
+        if (other != below->holders.end() && other->instance == holder.instance) {
+          was_added = below->last_use(*other) >= since;
           ++other;
-        } else {
-          add(holder.instance, pages);
         }
+        if (was_added || payload.last_use(holder) < since) continue;
+        add(holder.instance, pages);
+        ++added;
       }
     }
-    below = &holders;
+    below = &payload;
     pages -= node == position.node ? position.pages_in_node : node->pages;
   }
 }
@@ -190,23 +198,50 @@ std::size_t InstanceIndex::remove_instance(std::uint32_t instance) noexcept {
 
 std::size_t InstanceIndex::expire(std::uint64_t before) noexcept {
   std::size_t dropped = 0;
-  const auto drop_stale = [&](Node* node) noexcept {
-    InstancePayload& payload = node->payload;
-    if (payload.matched < before) {
-      std::erase_if(payload.holders, [&](const Holder& holder) noexcept {
-        if (holder.last_used >= before) return false;
-        held_pages_[holder.instance] -= node->pages;
-        dropped += node->pages;
-        return true;
-      });
-    }
+  const auto enter = [&](Node* node) noexcept {
+    dropped += drop_stale(node, before);
     return true;
   };
   tree_.for_each_root([&](Tree::Root& root) {
-    tree_.walk_below(&root, drop_stale, [this](Node* node) noexcept { detach_if_unheld(node); });
+    tree_.walk_below(&root, enter, [this](Node* node) noexcept { detach_if_unheld(node); });
   });
   tree_.drop_empty_roots();
   return dropped;
+}
+
+// By I6 the sweep comes to a node after all that lie below it, so I1 holds between two calls: who has lost this node
+// has lost those before. What lies below and was used since the sweep passed it was used with this node, after
+// `before`.
+std::size_t InstanceIndex::expire_some(std::uint64_t before, std::size_t nodes) noexcept {
+  std::size_t left = nodes + std::exchange(used_since_, 0);
+  if (sweep_ == nullptr) {
+    sweep_ = oldest_;
+    sweep_before_ = std::min(before, now_ + 1);
+    advance(sweep_before_);  // so no use from now on is before it
+  }
+  std::size_t dropped = 0;
+  while (sweep_ != nullptr && left > 0) {
+    Node* const node = sweep_;
+    Node* const parent = node->parent;
+    sweep_ = node->payload.newer;
+    left -= std::min(left, look_cost(*node));
+    dropped += drop_stale(node, sweep_before_);
+    detach_if_unheld(node);
+    if (parent->is_root()) tree_.drop_root_if_empty(static_cast<Tree::Root*>(parent));
+  }
+  return dropped;
+}
+
+// Drops the node's holders that have not used it at `before` or later. Returns how many pages that were.
+std::size_t InstanceIndex::drop_stale(Node* node, std::uint64_t before) noexcept {
+  InstancePayload& payload = node->payload;
+  if (payload.matched >= before) return 0;
+  const std::size_t dropped = std::erase_if(payload.holders, [&](const Holder& holder) noexcept {
+    if (holder.last_used >= before) return false;
+    held_pages_[holder.instance] -= node->pages;
+    return true;
+  });
+  return dropped * node->pages;
 }
 
 InstanceIndex::Node* InstanceIndex::cut(Node* lower, std::uint32_t pages_before) {
@@ -251,9 +286,12 @@ void InstanceIndex::detach_if_unheld(Node* node) noexcept {
 
 // A use of a node is one of everything above it: from its end upwards, so that what is above is newer (I6).
 void InstanceIndex::use(Node* last) noexcept {
+  const bool sweeping = sweep_ != nullptr;
   for (Node* node = last; !node->is_root(); node = node->parent) {
     take_out(node);
     place_before(node, newest_);
+    if (sweeping && sweep_ == nullptr) sweep_ = node;  // it stood at the newest one
+    used_since_ += look_cost(*node);
   }
 }
 
@@ -268,6 +306,7 @@ void InstanceIndex::place_before(Node* node, Node* older) noexcept {
 
 void InstanceIndex::take_out(Node* node) noexcept {
   InstancePayload& payload = node->payload;
+  if (sweep_ == node) sweep_ = payload.newer;
   (payload.newer == nullptr ? newest_ : payload.newer->payload.older) = payload.older;
   (payload.older == nullptr ? oldest_ : payload.older->payload.newer) = payload.newer;
 }
@@ -332,6 +371,7 @@ void InstanceIndex::audit() const {
     before = node;
   }
   if (before != oldest_ || newer.size() != node_count()) fail("nodes that are in no order (I6)");
+  if (sweep_ != nullptr && !newer.contains(sweep_)) fail("a sweep that is at no node (I8)");
   if (holder_room != holder_room_) fail("a wrong count of room for holders");
 }
 

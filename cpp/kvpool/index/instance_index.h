@@ -15,10 +15,15 @@
 //   I6  All nodes are in the order of their last uses by any instance; a node is newer than those below it. So the
 //       oldest node has nothing below it.
 //   I7  At most `pages_max` pages, unless it is 0.
+//   I8  A sweep stands at a node of that order; what lies below the nodes that it has passed has lost no less than
+//   they.
 //
 // Cost: insert and match grow with the prompt and with the number of instances that hold its first page, not with the
 // tree; evicting to keep I7 takes constant time for each node. remove_instance visits the nodes that the instance holds
-// and their siblings; expire visits every node.
+// and their siblings; expire visits every node, and expire_some no more than it is told to.
+//
+// An owner that forgets what was not used for a time need not look for it before each answer: insert and peek take
+// `since`, and what no call has used since then counts as not held. So only memory depends on when it is dropped.
 //
 // The caller supplies times, in any unit; a time before the latest one counts as the latest.
 // Thread-safety: none; the owner locks.
@@ -54,11 +59,11 @@ class InstanceIndex {
   std::uint32_t page_tokens() const noexcept { return tree_.page_tokens(); }
 
   // The instance holds these pages. Returns how many of them are new. `lasting` pages never expire: use it for
-  // instances that report what they lose. If there are then too many pages, drops the least recently used, lasting or
-  // not, for all their holders; a prompt that alone is too long loses its end. Throws Error kArgument for an
-  // instance above kInstanceMax.
+  // instances that report what they lose. Pages that the instance has not used since `since` count as new. If there are
+  // then too many pages, drops the least recently used, lasting or not, for all their holders; a prompt that alone is
+  // too long loses its end. Throws Error kArgument for an instance above kInstanceMax.
   std::size_t insert(std::string_view name_space, const Token* tokens, std::size_t pages, std::uint32_t instance,
-                     std::uint64_t now, bool lasting = false);
+                     std::uint64_t now, bool lasting = false, std::uint64_t since = 0);
 
   // For every instance that holds the prompt's first page: how many pages it holds. Longest first, then by instance.
   // Counts as a use of these pages by all of them. Replaces the content of `out`.
@@ -68,8 +73,9 @@ class InstanceIndex {
   // The same without counting as a use, and without cutting runs.
   void peek(std::string_view name_space, const Token* tokens, std::size_t n_tokens,
             std::vector<InstanceHit>& out) const;
-  // Grouped by length, for a router that asks about few instances.
-  void peek(std::string_view name_space, const Token* tokens, std::size_t n_tokens, InstanceHits& out) const;
+  // Grouped by length, for a router that asks about few instances. Leaves out what was not used since `since`.
+  void peek(std::string_view name_space, const Token* tokens, std::size_t n_tokens, InstanceHits& out,
+            std::uint64_t since = 0) const;
 
   // The instance no longer holds this prompt's pages from `first_page` on, nor anything below them. Returns the number
   // of removed pages. Does nothing if the tokens have no such page.
@@ -82,6 +88,12 @@ class InstanceIndex {
   // Drops every holder of a page that has not used it at `before` or later, except lasting ones. Returns the number of
   // pages, counted once for each instance.
   std::size_t expire(std::uint64_t before) noexcept;
+
+  // A part of the same. A sweep visits all nodes, the longest unused first, and each call goes on where the last one
+  // ended; `before` is that of the call with which the sweep began. A call visits `nodes` nodes, and at as many as
+  // were used since the last call: so a sweep over n nodes ends after at most n / nodes calls, whatever is used
+  // meanwhile. A node of many holders counts as one more for each kHoldersALook of them. Returns as `expire`.
+  std::size_t expire_some(std::uint64_t before, std::size_t nodes) noexcept;
 
   std::size_t pages_max() const noexcept { return pages_max_; }
   // Pages dropped so far to keep I7.
@@ -107,7 +119,7 @@ class InstanceIndex {
     });
   }
 
-  // Checks I1 to I3, I6, I7 and the counters. Throws Error kAudit.
+  // Checks I1 to I3, I6 to I8 and the counters. Throws Error kAudit.
   void audit() const;
 
  private:
@@ -123,16 +135,23 @@ class InstanceIndex {
   void place_before(Node* node, Node* older) noexcept;
   void take_out(Node* node) noexcept;
   void evict(std::size_t pages) noexcept;
-  // add(instance, pages) for every holder; reserve(their number) before.
+  static std::size_t look_cost(const Node& node) noexcept { return 1 + node.payload.holders.size() / kHoldersALook; }
+  std::size_t drop_stale(Node* node, std::uint64_t before) noexcept;
+  // add(instance, pages) for every holder that has used them since `since`; reserve(at most their number) before.
   template <class Reserve, class Add>
-  static void collect(const Tree::Position& position, Reserve&& reserve, Add&& add);
+  static void collect(const Tree::Position& position, std::uint64_t since, Reserve&& reserve, Add&& add);
   static void collect(const Tree::Position& position, std::vector<InstanceHit>& out);
+
+  static constexpr std::size_t kHoldersALook = 64;
 
   Tree tree_;
   std::size_t pages_max_;
   std::uint64_t pages_evicted_ = 0;
   Node* newest_ = nullptr;  // I6
   Node* oldest_ = nullptr;
+  Node* sweep_ = nullptr;  // the next node that expire_some looks at; null when no sweep is under way
+  std::uint64_t sweep_before_ = 0;
+  std::size_t used_since_ = 0;  // the cost of looking at the nodes that were used since the last expire_some
   std::uint64_t now_ = 0;
   std::size_t pages_ = 0;
   std::size_t holder_room_ = 0;          // sum of the capacities of all nodes' holders

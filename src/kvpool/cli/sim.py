@@ -70,7 +70,7 @@ def add_parser(commands: Any) -> None:
 _NOT_PACKED: Final = (
     *("sweep", "find_gpus", "gpus_max", "slo_ttft", "slo_tpot", "slo_share"),
     *("gpus", "prefill", "decode", "dram_gb", "link_gb_s", "fetch", "learn", "batch_tokens", "batch_requests"),
-    *("ttl", "cap", "thrift"),
+    *("whole_prompts", "ttl", "cap", "thrift"),
 )
 
 
@@ -133,7 +133,8 @@ def _add_cluster(group: Any) -> None:
     group.add_argument(
         "--learn",
         choices=("response", "dispatch", "events"),
-        help="when the router learns what an instance holds (default response; events are exact, and slower)",
+        help=f"when the router learns what an instance holds (default {plain.learn}; response: with the answer; "
+        "events: at dispatch, and from KV events as well, which is exact, and slower to simulate)",
     )
     group.add_argument(
         "--ttl", type=float, metavar="S",
@@ -149,8 +150,21 @@ def _add_cluster(group: Any) -> None:
     group.add_argument(
         "--slack", type=float, metavar="PART", help="of mell: of a GPU's KV left free for growth (default 0.025)"
     )
-    group.add_argument("--batch-tokens", type=int, metavar="N", help="of a prefill batch (default 8192)")
-    group.add_argument("--batch-requests", type=int, metavar="N", help="decoding together (default 256)")
+    group.add_argument(
+        "--batch-tokens",
+        type=int,
+        metavar="N",
+        help="of a step, prompts and decoding together (default: vLLM's, 2048, or 8192 on an H100 or H200)",
+    )
+    group.add_argument(
+        "--batch-requests", type=int, metavar="N", help="at a time (default: vLLM's, 256, or 1024 on an H100 or H200)"
+    )
+    group.add_argument(
+        "--whole-prompts",
+        action="store_true",
+        default=None,
+        help="no chunked prefill: whole prompts, --batch-tokens together (default 8192), while what decodes waits",
+    )
 
 
 def _add_questions(group: Any) -> None:
@@ -203,6 +217,8 @@ def _setup(arguments: argparse.Namespace, **changes: Any) -> Setup:
         "skip seed fetch learn batch_tokens batch_requests cap thrift"
     )
     given = {name: value for name in fields.split() if (value := getattr(arguments, name)) is not None}
+    if arguments.whole_prompts:
+        given["chunked"] = False
     if arguments.ttl is not None:
         if not arguments.ttl >= 0:
             raise ArgumentError(f"--ttl is {arguments.ttl}; it must be at least 0 seconds")

@@ -51,7 +51,7 @@ class InstanceIndex(_core.InstanceIndex):
     """A router's tree: which instances hold which prefixes (MemServe §6, the global prompt tree).
 
     Fed by the event streams of pools (`apply`) or by the router's own decisions (`insert`). It may be out of date;
-    `expire` forgets blocks that were not used for a time. Thread-safe.
+    `expire` forgets blocks that were not used for a time, all at once or by and by. Thread-safe.
 
     Args:
         block_tokens: Tokens a block; that of the instances.

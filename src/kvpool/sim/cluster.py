@@ -51,7 +51,8 @@ class Cluster:
         policy: Makes the policy that chooses the instance for a prompt.
         link: Between any two instances; each instance sends one transfer and receives one at a time.
         fetch: Whether an instance fetches what another one holds if the scheduler says that it pays (eq. 2).
-        learn: When the scheduler learns what an instance holds: from responses, at dispatch, or from its KV events.
+        learn: When the scheduler learns what an instance holds: at dispatch; from responses alone; or at dispatch and
+            from its KV events, as `kvpool router` does.
         ttl_s: How long it keeps what it did not learn from events.
         balance: The scheduler's load cap. All instances are there from the start, so none is a newcomer.
         batching: The engines'.
@@ -67,7 +68,7 @@ class Cluster:
     decode: int = 0
     link: Link = field(default_factory=lambda: Link(25e9, latency_s=1e-5))
     fetch: bool = False
-    learn: Literal["response", "dispatch", "events"] = "response"
+    learn: Literal["response", "dispatch", "events"] = "dispatch"
     ttl_s: float | None = 300.0
     balance: Balance = field(default_factory=lambda: Balance(warmup_s=0.0))
     batching: Batching = field(default_factory=Batching)
@@ -115,7 +116,8 @@ class ClusterSim:
             transfer=self._transfer_in_blocks() if cluster.fetch else None,
             ttl_s=cluster.ttl_s,
             balance=cluster.balance,
-            learn_at="dispatch" if cluster.learn == "dispatch" else "response",
+            learn_at="response" if cluster.learn == "response" else "dispatch",
+            holders_max=8 if cluster.fetch else 0,
         )
         self._kinds = (
             [Kind.COLOCATED] * cluster.colocated + [Kind.PREFILL] * cluster.prefill + [Kind.DECODE] * cluster.decode

@@ -36,6 +36,9 @@ class Gpu:
         host_bytes_per_s: To the host's DRAM.
         net_bytes_per_s: To other machines, its share of a server's network.
         peer_bytes_per_s: To the other GPUs of an instance, each way.
+        batch_tokens: Tokens of a step, as vLLM's server has it by default (`EngineArgs.get_batch_defaults`): 8,192
+            with 70 GiB and more, except the A100, and else 2,048.
+        batch_requests: Requests at a time, likewise: 1,024 or 256.
     """
 
     memory_gb: float
@@ -45,13 +48,15 @@ class Gpu:
     host_bytes_per_s: float
     net_bytes_per_s: float
     peer_bytes_per_s: float
+    batch_tokens: int = 2048
+    batch_requests: int = 256
 
 
 GPUS: Final[Mapping[str, Gpu]] = {
     "A100-40GB": Gpu(40, 312e12, 1.555e12, 108, 25e9, 25e9, 300e9),
     "A100-80GB": Gpu(80, 312e12, 2.039e12, 108, 25e9, 25e9, 300e9),
-    "H100-80GB": Gpu(80, 989e12, 3.35e12, 132, 55e9, 50e9, 450e9),
-    "H200-141GB": Gpu(141, 989e12, 4.8e12, 132, 55e9, 50e9, 450e9),
+    "H100-80GB": Gpu(80, 989e12, 3.35e12, 132, 55e9, 50e9, 450e9, 8192, 1024),
+    "H200-141GB": Gpu(141, 989e12, 4.8e12, 132, 55e9, 50e9, 450e9, 8192, 1024),
     "L40S-48GB": Gpu(48, 362e12, 0.864e12, 142, 25e9, 25e9, 32e9),
     "RTX4090-24GB": Gpu(24, 165e12, 1.008e12, 128, 25e9, 1.25e9, 32e9),
 }

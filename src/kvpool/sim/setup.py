@@ -33,6 +33,7 @@ _THRIFTY: Final[Mapping[str, Callable[[float], routing.Policy]]] = {
 }
 _RATE: Final = 4.0
 _REQUESTS: Final = 20_000
+_WHOLE_TOKENS: Final = 8192  # of prompts that are computed together, where they are not cut into chunks
 _MOST: Final = 1e9  # bounds gigabytes and requests a second: more is a mistake, and would overflow
 
 
@@ -66,8 +67,9 @@ class Setup:
         ttl_s: As in `Cluster`; 0: forever.
         cap: The load cap of the scheduler, as in `routing.Balance`.
         thrift: As in `routing.KeepHits` and `routing.QueuePlusExec`; for no other policy.
-        batch_tokens: As in `Batching`.
-        batch_requests: As in `Batching`.
+        chunked: As in `Batching`.
+        batch_tokens: As in `Batching`; None: as vLLM's server has it for the hardware, and 8,192 without chunks.
+        batch_requests: As in `Batching`; None: as vLLM's server has it for the hardware.
     """
 
     workload: str | None = "chat"
@@ -90,12 +92,13 @@ class Setup:
     skip: int = 0
     seed: int = 0
     fetch: bool = False
-    learn: Literal["response", "dispatch", "events"] = "response"
+    learn: Literal["response", "dispatch", "events"] = "dispatch"
     ttl_s: float = 300.0
     cap: float = routing.Balance.cap
     thrift: float | None = None
-    batch_tokens: int = 8192
-    batch_requests: int = 256
+    chunked: bool = True
+    batch_tokens: int | None = None
+    batch_requests: int | None = None
 
     def __post_init__(self) -> None:
         if (self.workload is None) == (self.trace is None):
@@ -161,6 +164,16 @@ class Setup:
         return roofline(MODELS[self.model], self.gpu, self.tp)
 
     @property
+    def batching(self) -> Batching:
+        """How the engines batch. Raises ArgumentError as `Batching` does."""
+        tokens, requests = self.gpu.batch_tokens if self.chunked else _WHOLE_TOKENS, self.gpu.batch_requests
+        return Batching(
+            tokens if self.batch_tokens is None else self.batch_tokens,
+            requests if self.batch_requests is None else self.batch_requests,
+            self.chunked,
+        )
+
+    @property
     def hbm_gb_each(self) -> float:
         """HBM for KV, of each GPU."""
         if self.hbm_gb is not None:
@@ -210,7 +223,7 @@ class Setup:
             learn=self.learn,
             ttl_s=self.ttl_s or None,
             balance=routing.Balance(cap=self.cap, warmup_s=0.0),
-            batching=Batching(self.batch_tokens, self.batch_requests),
+            batching=self.batching,
         )
 
     def _policy(self) -> routing.Policy:

@@ -5,6 +5,7 @@ Prompts are counted in ids of blocks where the scheduler sees them, and in token
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import ceil, sqrt
 from typing import Final
 
@@ -79,6 +80,16 @@ class DecodeTimes:
         first = self._of(batch) + slope * context
         return steps * first + slope * batch * (steps * (steps - 1) / 2)
 
+    def mixed_s(self, chunks: Sequence[tuple[int, int]], batch: int, context: int) -> float:
+        """Seconds of a step that computes chunks of prompts beside requests that decode.
+
+        Args:
+            chunks: Of each prompt, up to which token it is computed, and how many tokens are there before.
+            batch: Requests that decode, 0 or more.
+            context: As in `run_s`.
+        """
+        return self._model.batch_s(chunks, ones=batch) + self._slope * context
+
     def steps_until(self, seconds: float, batch: int, context: int) -> int:
         """The fewest steps, at least one, that take at least this long: the current step then ends."""
         slope = self._slope
@@ -99,5 +110,5 @@ class DecodeTimes:
         """Seconds of a step of requests without tokens before it."""
         base = self._base
         while len(base) <= batch:
-            base.append(self._model.batch_s([(1, 0)] * len(base)))
+            base.append(self._model.batch_s((), ones=len(base)))
         return base[batch]

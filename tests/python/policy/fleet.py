@@ -43,10 +43,14 @@ def prompt(blocks, name=1, fork=None, fork_name=0):
 
 
 class Fleet:
-    """A scheduler with instances 1 to n and a clock that stands still."""
+    """A scheduler with instances 1 to n and a clock that stands still.
+
+    It learns from responses alone, unless told otherwise: so instances hold what a test says, whatever is under way.
+    """
 
     def __init__(self, n=3, kind=routing.Kind.COLOCATED, model=None, **options):
         self.now = 1000.0
+        options.setdefault("learn_at", "response")
         options.setdefault("balance", routing.Balance(cap=float("inf"), warmup_s=0))
         self.scheduler = routing.GlobalScheduler(model or UnitModel(), lambda: self.now, **options)
         for instance in range(1, n + 1):

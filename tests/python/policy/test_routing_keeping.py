@@ -184,14 +184,16 @@ def test_uses_are_those_of_the_last_windows(asked, window):
         tokens = np.repeat(np.int32(names), BLOCK)
         if len(now) >= window:
             before, now = now, []
-        counted = uses.note(tokens, len(tokens), BLOCK, namespace, window)
+        counted = uses.look_up(tokens, len(tokens), BLOCK, namespace)
+        requests = uses.requests + 1
+        uses.note(window)
         lengths = [end for end, _ in counted]
         assert lengths == sorted(set(lengths))
         assert lengths[-1] == len(tokens)
         now.append({(namespace, end, names[end // BLOCK - 1]) for end in lengths})
         counts = Counter(key for each in (*before, *now) for key in each)
         assert [count for _, count in counted] == [counts[namespace, end, names[end // BLOCK - 1]] for end in lengths]
-        assert uses.requests == len(before) + len(now)
+        assert requests == len(before) + len(now)
 
 
 def test_where_a_prefix_that_many_share_ends_is_counted_too():
@@ -199,18 +201,21 @@ def test_where_a_prefix_that_many_share_ends_is_counted_too():
     uses = Uses()
     for number in range(30):
         tokens = prompt(12, fork=9, fork_name=100 + number)
-        uses.note(tokens, 9 * BLOCK, BLOCK, "", 100)
-        counted = dict(uses.note(tokens, 11 * BLOCK, BLOCK, "", 100))
+        uses.look_up(tokens, 9 * BLOCK, BLOCK, "")
+        uses.note(100)
+        counted = dict(uses.look_up(tokens, 11 * BLOCK, BLOCK, ""))
+        uses.note(100)
         assert (counted[9 * BLOCK], counted[11 * BLOCK]) == (2 * number + 2, 1)
 
 
 def test_uses_forget_what_is_long_ago():
     uses = Uses()
     for number in range(10_000):
-        uses.note(prompt(64, name=number), 64 * BLOCK, BLOCK, "", 100)
+        uses.look_up(prompt(64, name=number), 64 * BLOCK, BLOCK, "")
+        uses.note(100)
     assert len(uses._now) + len(uses._before) <= 2 * 100 * 13
     assert len(uses._held) <= 101
-    assert uses.note(prompt(1, name=1), 0, BLOCK, "", 100) == []
+    assert uses.look_up(prompt(1, name=1), 0, BLOCK, "") == []
 
 
 @pytest.mark.parametrize("thrift", [-1.0, float("nan"), float("inf")])

@@ -67,6 +67,9 @@ class OfAll(Ranking):
     def asked(self, asked):
         self.policy.asked(asked)
 
+    def placed(self, asked):
+        self.policy.placed(asked)
+
     def choose(self, view):
         assert view.allowed.any()
         return self.policy.choose(view)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from policy.fleet import BLOCK, Fleet, prompt
+from policy.fleet import BLOCK, Fleet, UnitModel, prompt
 
 import kvpool
 from kvpool.index import StoredEvent
-from kvpool.policy.routing import Kind, LongestPrefix, PromptTree
+from kvpool.policy.routing import GlobalScheduler, Kind, LongestPrefix, PromptTree, Request
 
 
-def test_a_tree_learns_at_the_response():
-    fleet = Fleet(2)
+def test_a_tree_learns_at_the_dispatch_unless_it_is_to_learn_at_the_response():
+    scheduler = GlobalScheduler(UnitModel(), lambda: 0.0)
+    scheduler.add_instance(1)
+    scheduler.route(Request(prompt(3)))
+    assert scheduler.tree(Kind.COLOCATED).blocks(1) == 3
+    fleet = Fleet(2, learn_at="response")
     decision = fleet.route(prompt(3))
     assert fleet.scheduler.tree(Kind.COLOCATED).blocks(decision.instance) == 0
     fleet.scheduler.finished(decision.ticket, prompt(2, name=5).tolist())
@@ -112,7 +114,7 @@ def test_looking_a_prompt_up_does_not_count_as_a_use():
     for _ in range(7):
         fleet.now += 10
         assert fleet.route(prompt(4)).instance == 1
-    assert fleet.scheduler.tree(Kind.COLOCATED).blocks(2) == 0
+    assert fleet.scheduler.tree(Kind.COLOCATED).match(prompt(4))[0].tolist() == []
 
 
 @pytest.mark.parametrize("ttl_s", [float("inf"), 1e300, None])
@@ -124,59 +126,49 @@ def test_a_time_to_live_without_end(ttl_s):
     assert fleet.route(prompt(4)).cached > 0
 
 
-@pytest.mark.parametrize("ask", ["route", "match", "learn"])
-def test_the_time_to_live_acts_by_itself(ask):
+@pytest.mark.parametrize("ask", ["route", "match", "find", "learn"])
+def test_the_time_to_live_acts_by_itself_and_to_the_moment(ask):
     fleet = Fleet(2, ttl_s=60.0)
     tree = fleet.scheduler.tree(Kind.COLOCATED)
     fleet.hold(2, prompt(4))
-    fleet.now += 67.5
-
-    def happens():
-        if ask == "route":
-            assert fleet.route(prompt(4)).holders == ()
-        elif ask == "match":
-            assert len(tree.match(prompt(4))[0]) == 0
-        else:
-            tree.insert(prompt(1, name=9), 1)
-
-    happens()
-    assert tree.blocks(2) == 0
-    fleet.hold(2, prompt(4))
-    fleet.now += 59.0
-    (tree.match if ask == "match" else tree.find)(prompt(4))
-    assert tree.blocks(2) == 4  # not before its time
+    fleet.now += 59.999
+    assert len(tree.find(prompt(4))) == 1  # not before its time
+    fleet.now += 0.002
+    if ask == "route":
+        decision = fleet.route(prompt(4))
+        assert (decision.cached, decision.holders) == (0, ())
+    elif ask == "match":
+        assert [len(each) for each in tree.match(prompt(4))] == [0, 0]
+    elif ask == "find":
+        assert tree.find(prompt(4)).lengths == []
+    else:
+        assert tree.insert(prompt(4), 2) == 4  # as if it had never been there
 
 
 @given(
     st.sampled_from([8.0, 60.0]),
-    st.lists(
-        st.tuples(st.sampled_from(["learn", "use", "ask", "tell"]), st.integers(0, 3), st.floats(0, 20)), max_size=80
-    ),
+    st.lists(st.tuples(st.sampled_from(["learn", "ask", "tell"]), st.integers(0, 3), st.floats(0, 20)), max_size=80),
 )
 def test_blocks_are_forgotten_in_time_and_not_before(ttl_s, steps):
-    """Beside a list of last uses: kept for the time to live, gone an eighth of it later, and looked for that rarely."""
+    """Beside a list of last uses."""
     now, used, told = 1000.0, {}, set()
     tree = PromptTree(BLOCK, lambda: now, ttl_s)
-    searches = []
-    expire = tree._index.expire
-    tree._index = Watched(tree._index, lambda before: searches.append(now) or expire(before))
     for step, name, seconds in steps:
         now += seconds
-        if step in ("learn", "use"):
+        if step == "learn":
             tree.insert(prompt(2, name=name), name)
             used[name] = now
         elif step == "tell":
             tree.apply(name, StoredEvent(1, "", prompt(2, name=name), 0, np.empty(0, np.uint64)))
             told.add(name)
         else:
-            tree.find(prompt(1, name=name))
             for each, at in used.items():
+                held = tree.match(prompt(2, name=each))[1].tolist()
                 if each in told or now - at <= ttl_s - 1e-6:
-                    assert tree.blocks(each) == 2
-                elif now - at > ttl_s * (1 + 1 / 8) + 1e-6:
-                    assert tree.blocks(each) == 0
-    assert all(later - at >= ttl_s / 8 - 1e-6 for at, later in itertools.pairwise(searches))
-    assert searches == [] or used
+                    assert held == [2 * BLOCK]
+                elif now - at > ttl_s + 1e-6:
+                    assert held == []
+        tree.audit()
 
 
 class Watched:
@@ -192,7 +184,7 @@ class Watched:
 def test_a_tree_that_learns_from_events_alone_never_searches_for_old_blocks():
     now = 0.0
     tree = PromptTree(BLOCK, lambda: now, 60.0)
-    tree._index = Watched(tree._index, lambda before: pytest.fail("a look"))
+    tree._index = Watched(tree._index, lambda *_: pytest.fail("a look"))
     for number in range(20):
         tree.apply(1, StoredEvent(number, "", prompt(2, name=number), 0, np.empty(0, np.uint64)))
         now += 100.0
@@ -200,24 +192,27 @@ def test_a_tree_that_learns_from_events_alone_never_searches_for_old_blocks():
     assert tree.blocks(1) == 40
 
 
-def test_a_tree_searches_for_old_blocks_only_while_it_may_have_some():
-    fleet = Fleet(2, ttl_s=60.0)
-    tree = fleet.scheduler.tree(Kind.COLOCATED)
+def test_no_call_searches_everywhere_for_old_blocks_and_memory_stays_bounded():
+    """A prompt a second that is not asked for again, half of each shared with the one before: two nodes for each."""
+    now = 1000.0
+    tree = PromptTree(BLOCK, lambda: now, 50.0)
     searches, index = [], tree._index
 
-    def expire(before):
-        searches.append(before)
-        return index.expire(before)
+    def expire(before, nodes=None):
+        searches.append(nodes)
+        return index.expire(before, nodes)
 
     tree._index = Watched(index, expire)
-    tree.apply(1, StoredEvent(1, "", prompt(5), 0, np.empty(0, np.uint64)))
-    for _ in range(2):  # what was learnt in between gets old as before
-        fleet.hold(2, prompt(4))
-        for _ in range(40):
-            fleet.now += 10
-            tree.match(prompt(4))
-        assert (tree.blocks(1), tree.blocks(2)) == (5, 0)
-    assert 2 <= len(searches) <= 6
+    for number in range(1000):
+        tree.insert(prompt(4, name=number // 2, fork=2, fork_name=10_000 + number), 1)
+        now += 1.0
+        assert len(index) <= 4 / 3 * 4 * 50
+    assert set(searches) == {16}
+    now += 100.0
+    for _ in range(40):  # what is left of one sweep, and another one
+        tree.expire(10)
+        tree.audit()
+    assert len(index) == 0
 
 
 def test_events_of_pools_are_followed_and_outlive_the_time_to_live():

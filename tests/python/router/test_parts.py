@@ -167,6 +167,21 @@ def test_each_lease_ends_once_and_the_books_close():
     assert sum(instance.in_flight for instance in fleet) == fleet.scheduler.in_flight == 0
 
 
+def test_a_request_that_is_tried_elsewhere_counts_once_among_the_uses_of_its_prefix():
+    fleet, _ = made_fleet(A, B)
+    with fleet.lease(prompt(0)) as lease:
+        lease.computed()
+        lease.finished()
+    uses = fleet.scheduler._policy._uses
+    with fleet.lease(prompt(0)) as lease:
+        pass  # its instance refused
+    counted = dict(uses._now)
+    assert (set(counted.values()), uses.requests) == ({1}, 2)
+    with fleet.lease(prompt(0), tried=[lease.seat.instance.number]) as second:
+        assert second.seat.instance is not lease.seat.instance
+    assert (uses._now, uses.requests) == (counted, 2)
+
+
 def test_requests_sent_before_an_ejection_say_nothing_of_a_returned_instance():
     fleet, clock = made_fleet(A)
     old = [fleet.lease(prompt(number)) for number in range(3)]

@@ -67,6 +67,16 @@ def test_a_sweep_is_one_run_for_each_value(capsys):
     assert [run["policy"] for run in runs] == ["least-load", "longest-prefix"]
 
 
+def test_prompts_are_cut_into_chunks_unless_they_are_to_be_whole(capsys):
+    """Chunks of long prompts make what decodes wait for less at a time, and first tokens come later."""
+    long = ["--workload", "poisson", "--gpus", "1", "--rate", "0.5"]
+    chunked = asked(capsys, *long, "--batch-tokens", "256")["runs"][0]
+    whole = asked(capsys, *long, "--whole-prompts")["runs"][0]
+    assert chunked["requests"]["ended"] == whole["requests"]["ended"] == 120
+    assert chunked["ttft_s"]["mean"] > whole["ttft_s"]["mean"]
+    assert chunked["events"] > whole["events"]
+
+
 def test_a_trace_and_instances_apart(capsys, tmp_path):
     trace = tmp_path / "azure.csv"
     rows = [f"2023-11-16 18:15:{at % 60:02d}.5,{100 + at},{1 + at % 9}" for at in range(60)]
@@ -133,6 +143,7 @@ def test_packing_reports_its_progress_unless_it_is_to_be_quiet(capsys, monkeypat
         ["--thrift", "0"],
         ["--batch-tokens", "8192"],
         ["--batch-requests", "256"],
+        ["--whole-prompts"],
         ["--sweep", "dram=1"],
         ["--find-gpus"],
         ["--gpus-max", "4"],
@@ -261,6 +272,7 @@ def test_an_overloaded_cluster_and_refused_requests_are_reported(capsys):
         (["--skip", "120"], "skip"),
         (["--block-tokens", "0"], "block"),
         (["--batch-requests", "0"], "batch_requests"),
+        (["--batch-tokens", "255"], "batch_requests"),
         (["--find-gpus", "--slo-ttft", "inf"], "promised"),
         (["--out", "/dev/null/x"], "--out"),
         (["--ttl", "-1"], "--ttl"),

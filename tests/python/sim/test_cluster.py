@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy.kit import made_model
-from sim.naive import NaiveCache, naive_engine
+from sim.naive import NaiveCache, naive_chunked_engine, naive_engine
 
 from kvpool import ArgumentError
 from kvpool.policy import cost, routing
@@ -24,7 +24,7 @@ from kvpool.sim.traces import open_trace
 UNIT = 16
 MODEL = made_model()
 DECODE = DecodeTimes(MODEL)
-ONE_BY_ONE = Batching(batch_tokens=0)
+ONE_BY_ONE = Batching(batch_tokens=0, chunked=False)
 POLICIES = [routing.LeastLoad, routing.SessionId, routing.LongestPrefix, routing.QueuePlusExec]
 
 
@@ -89,7 +89,7 @@ def test_a_queue_by_hand():
 
 
 def test_prompts_of_a_batch_are_computed_together():
-    done = Watched(cluster(batching=Batching(batch_tokens=12 * UNIT)))
+    done = Watched(cluster(batching=Batching(batch_tokens=12 * UNIT, chunked=False)))
     done.run([request(0.0, 1, 4), *(request(1e-9, name, 4) for name in (2, 3, 4, 5))])
     alone, together = MODEL.exec_s(4 * UNIT), MODEL.batch_s([(4 * UNIT, 0)] * 3)
     assert done.first[0] == pytest.approx(alone)
@@ -97,7 +97,97 @@ def test_prompts_of_a_batch_are_computed_together():
     assert done.first[4] == pytest.approx(2 * alone + together)
 
 
+# ---- prompts in chunks, by hand
+
+
+def context_s(tokens):
+    """What tokens before it add to a step of decoding."""
+    return DECODE.run_s(1, 1, tokens) - DECODE.run_s(1, 1, 0)
+
+
+def test_a_prompt_is_computed_in_chunks_of_the_budget():
+    """128 tokens in steps of 50, 50 and 28; then 32 more, of which 128 are cached."""
+    done = Watched(cluster(batching=Batching(50, 50)))
+    done.run([request(0.0, 1, 8), request(100.0, 1, 10)])
+    steps = [MODEL.batch_s([each]) for each in ((50, 0), (100, 50), (128, 100))]
+    assert done.first[0] == pytest.approx(sum(steps), rel=1e-12)
+    assert done.first[1] - 100.0 == pytest.approx(MODEL.batch_s([(160, 128)]), rel=1e-12)
+    assert done.hits == {0: 0, 1: 8}
+
+
+def test_what_decodes_takes_its_token_of_each_step_and_waits_for_the_chunks():
+    """A answers with six tokens. B comes during its first step of decoding: 80 tokens, in chunks of 31, 31 and 18."""
+    done = Watched(cluster(batching=Batching(32, 32)))
+    a = MODEL.batch_s([(32, 0)])
+    measures = done.run([request(0.0, 1, 2, output=6), request(a + 1e-9, 2, 5, output=1)])
+    step = DECODE.run_s(1, 1, 33)
+    mixed = [
+        MODEL.batch_s([chunk, (1, 0)]) + context_s(tokens)
+        for chunk, tokens in (((31, 0), 34), ((62, 31), 35), ((80, 62), 36))
+    ]
+    assert done.first == {0: pytest.approx(a, rel=1e-12), 1: pytest.approx(a + step + sum(mixed), rel=1e-12)}
+    end = a + step + sum(mixed) + DECODE.run_s(1, 1, 37)
+    assert done.last == {0: pytest.approx(end, rel=1e-12), 1: done.first[1]}
+    assert measures.tpot_s.mean == pytest.approx((end - a) / 5, rel=1e-9)  # the other one has no time between tokens
+    [instance] = measures.instances
+    assert instance["prefill_busy"] * end == pytest.approx(a + sum(mixed), rel=1e-9)
+    assert instance["decode_busy"] * end == pytest.approx(step + DECODE.run_s(1, 1, 37), rel=1e-9)
+
+
+def test_what_a_prompt_leaves_of_a_step_goes_to_the_next_one():
+    """Two prompts of 48 and 64 tokens in steps of 80: 48 and 32 of them, then the rest."""
+    done = Watched(cluster(batching=Batching(80, 80)))
+    done.run([request(0.0, 1, 3), request(0.0, 2, 4)])
+    alone = MODEL.batch_s([(48, 0)])  # it comes first: the other one is not there yet
+    assert done.first[0] == pytest.approx(alone, rel=1e-12)
+    done = Watched(cluster(batching=Batching(80, 80)))
+    done.run([request(0.0, 9, 1), request(1e-9, 1, 3), request(1e-9, 2, 4)])
+    alone = MODEL.batch_s([(16, 0)])
+    both = MODEL.batch_s([(48, 0), (32, 0)])
+    assert done.first[1] == pytest.approx(alone + both, rel=1e-12)
+    assert done.first[2] == pytest.approx(alone + both + MODEL.batch_s([(64, 32)]), rel=1e-12)
+
+
+def test_a_prompt_in_chunks_is_one_of_the_requests_that_run():
+    """One at a time: the second begins when the first has its last token."""
+    done = Watched(cluster(batching=Batching(32, 1)))
+    done.run([request(0.0, 1, 4, output=3), request(0.0, 2, 1)])
+    assert done.first[1] == pytest.approx(done.last[0] + MODEL.batch_s([(16, 0)]), rel=1e-12)
+
+
+def test_chunks_wait_for_what_is_swapped_in():
+    """A prompt of 8 blocks of which HBM has room for few comes back from DRAM, and is decoded beside."""
+    done = Watched(cluster(hbm_blocks=12, dram_blocks=50, batching=Batching(64, 64)))
+    done.run([request(0.0, 1, 8), request(50.0, 2, 8), request(100.0, 1, 9)])
+    assert done.hits[2] == 8
+    assert done.measures.dram_tokens > 0
+    in_dram = done.measures.dram_tokens
+    expected = MODEL.batch_s([(9 * UNIT, 8 * UNIT)]) + MODEL.swap_in_s(in_dram)
+    assert done.first[2] - 100.0 == pytest.approx(expected, rel=1e-12)
+
+
 # ---- naive models
+
+
+@pytest.mark.parametrize(("batch_tokens", "batch_requests"), [(40, 3), (100, 16), (2048, 256)])
+def test_chunks_agree_with_a_simulation_step_by_step(batch_tokens, batch_requests):
+    random = np.random.default_rng(8)
+    times = np.cumsum(random.exponential(0.03, 60)).tolist()
+    shapes = [(int(p), int(o)) for p, o in zip(random.integers(1, 600, 60), random.integers(1, 80, 60), strict=True)]
+    rows = [(time_s, *shape) for time_s, shape in zip(times, shapes, strict=True)]
+
+    def step_s(chunks, batch, context):
+        return MODEL.batch_s([*chunks, *[(1, 0)] * batch]) + context_s(context)
+
+    first, last = naive_chunked_engine(rows, step_s, batch_tokens, batch_requests)
+    requests = [
+        SimRequest(time_s, np.arange(1000 * at, 1000 * at - (-prompt // UNIT), dtype=np.int32), prompt, output)
+        for at, (time_s, prompt, output) in enumerate(rows)
+    ]
+    done = Watched(cluster(batching=Batching(batch_tokens, batch_requests)))
+    done.run(requests)
+    assert [done.first[at] for at in range(60)] == pytest.approx([first[at] for at in range(60)], rel=1e-9)
+    assert [done.last[at] for at in range(60)] == pytest.approx([last[at] for at in range(60)], rel=1e-9)
 
 
 @pytest.mark.parametrize("batch_requests", [3, 256])
@@ -111,7 +201,7 @@ def test_decoding_agrees_with_a_simulation_step_by_step(batch_requests):
         SimRequest(time_s, np.arange(1000 * at, 1000 * at - (-prompt // UNIT), dtype=np.int32), prompt, output)
         for at, (time_s, prompt, output) in enumerate(rows)
     ]
-    done = Watched(cluster(batching=Batching(0, batch_requests)))
+    done = Watched(cluster(batching=Batching(0, batch_requests, chunked=False)))
     done.run(requests)
     assert [done.first[at] for at in range(60)] == pytest.approx([first[at] for at in range(60)], rel=1e-9)
     assert [done.last[at] for at in range(60)] == pytest.approx([last[at] for at in range(60)], rel=1e-9)
@@ -159,7 +249,8 @@ def test_two_tiers_have_nearly_the_hits_of_one_of_their_sum(hbm, dram):
 def test_a_recorded_hour_has_the_hits_that_its_publishers_count(traces):
     """Without a limit the Mooncake conversation trace hits exactly so many tokens, whatever the times."""
     trace = open_trace(traces / "mooncake_conversation_trace.jsonl.xz")
-    done = ClusterSim(Cluster(MODEL, trace.block_tokens, 1 << 24, routing.LeastLoad, colocated=1)).run(trace.start())
+    one_by_one = Cluster(MODEL, trace.block_tokens, 1 << 24, routing.LeastLoad, colocated=1, batching=ONE_BY_ONE)
+    done = ClusterSim(one_by_one).run(trace.start())
     assert (done.ended, done.refused) == (12_031, 0)
     assert done.prompt_tokens == 144_793_823
     assert done.hbm_tokens == 54_098_411
@@ -177,7 +268,9 @@ def test_without_answers_it_agrees_with_the_fleet_of_the_routing_studies(policy,
     blocks, balance = 300, routing.Balance(warmup_s=0)
     model = CountedInBlocks(MODEL, UNIT)
     fleet = FleetSim(
-        lambda clock: routing.GlobalScheduler(model, clock, policy=policy(), balance=balance, ttl_s=None),
+        lambda clock: routing.GlobalScheduler(
+            model, clock, policy=policy(), balance=balance, ttl_s=None, learn_at="dispatch" if by_events else "response"
+        ),
         3,
         model,
         blocks,
@@ -268,13 +361,22 @@ def test_the_next_turn_is_sent_when_the_answer_is_there():
     st.booleans(),
     st.sampled_from([0, 150]),
     st.integers(120, 400),
+    st.booleans(),
     st.integers(0, 1000),
 )
-def test_every_request_ends_once_and_every_block_comes_back(name, policy, learn, apart, fetch, dram, hbm, seed):
+def test_every_request_ends_once_and_every_block_comes_back(
+    name, policy, learn, apart, fetch, dram, hbm, chunked, seed
+):
     roles = {"colocated": 1, "prefill": 2, "decode": 2} if apart else {"colocated": 3}
     changes = {} if name in ("poisson", "power-law") else {"shared": 320, "shared_count": 5}
     workload = generate(name, rate=30.0, requests=60, seed=seed, prompt=300, output=40, **changes)
-    options = {"learn": learn, "fetch": fetch, "dram_blocks": dram, "hbm_blocks": hbm, "batching": Batching(512, 4)}
+    options = {
+        "learn": learn,
+        "fetch": fetch,
+        "dram_blocks": dram,
+        "hbm_blocks": hbm,
+        "batching": Batching(512, 4, chunked),
+    }
     sim = Watched(cluster(policy=policy, **roles, **options))
     sent = []
 
@@ -338,6 +440,7 @@ def test_memory_does_not_grow_with_the_requests():
         lambda: ClusterSim(cluster(hbm_blocks=0)),
         lambda: ClusterSim(cluster(dram_blocks=-1)),
         lambda: Batching(-1),
+        lambda: Batching(255),  # fewer tokens than requests
         lambda: Batching(1, 0),
         lambda: simulated([request(1.0, 1, 1), request(0.0, 1, 1)]),
         lambda: simulated([SimRequest(0.0, NO_IDS, 1, 1)]),

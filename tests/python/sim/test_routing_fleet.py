@@ -21,7 +21,13 @@ def fleet(n=2, capacity=100, policy=None, **options):
 
     def scheduler(clock):
         return routing.GlobalScheduler(
-            UnitModel(), clock, policy=policy or routing.QueuePlusExec(), transfer=moves, balance=NO_CAP, ttl_s=None
+            UnitModel(),
+            clock,
+            policy=policy or routing.QueuePlusExec(),
+            transfer=moves,
+            balance=NO_CAP,
+            ttl_s=None,
+            learn_at="response",
         )
 
     return FleetSim(scheduler, n, UnitModel(), capacity, token_s=0.5, **options)

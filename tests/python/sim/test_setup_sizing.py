@@ -108,6 +108,19 @@ def test_a_promise_takes_the_fewest_gpus_that_keep_it():
     assert found.setup.gpus > 1
 
 
+def test_engines_batch_as_vllms_server_does_on_the_hardware():
+    def batching(**changes):
+        made = replace(SMALL, **changes).make_cluster(16).batching
+        return made.batch_tokens, made.batch_requests, made.chunked
+
+    assert batching() == (2048, 256, True)
+    assert [batching(hardware=name)[:2] for name in ("A100-40GB", "L40S-48GB")] == [(2048, 256)] * 2
+    assert [batching(hardware=name)[:2] for name in ("H100-80GB", "H200-141GB")] == [(8192, 1024)] * 2
+    assert batching(batch_tokens=512, batch_requests=16) == (512, 16, True)
+    assert batching(chunked=False) == (8192, 256, False)
+    assert batching(chunked=False, batch_tokens=0) == (0, 256, False)
+
+
 def test_ttl_and_cap_are_the_schedulers():
     cluster = replace(SMALL, ttl_s=7.0, cap=1.5).make_cluster(16)
     assert (cluster.ttl_s, cluster.balance.cap, cluster.balance.warmup_s) == (7.0, 1.5, 0.0)

@@ -66,7 +66,6 @@ class Fleet:
             policy=POLICIES[settings.policy](),
             ttl_s=settings.ttl_s,
             balance=Balance(cap=settings.cap, idle=settings.idle, warmup_s=settings.warmup_s),
-            learn_at="dispatch",  # the same prompt a moment later follows into the same queue
             holders_max=0,
             blocks_max=settings.tree_blocks_max,
         )
@@ -171,7 +170,7 @@ class Fleet:
 
         Args:
             asked: The request.
-            tried: Numbers of instances that it is not to go to.
+            tried: Numbers of instances that it is not to go to, since it came to nothing there; empty at the first try.
             whole: One instance answers it alone.
 
         Raises:
@@ -180,10 +179,11 @@ class Fleet:
         began = time.perf_counter()
         request = Request(asked.tokens, asked.session, asked.namespace)
         kept_out = [self._by_number[number] for number in tried if number in self._by_number]
-        decision = self._route(request, whole, kept_out)
+        again = len(tried) > 0
+        decision = self._route(request, whole, kept_out, again)
         if decision is None and not whole:  # of those for the first half none can be used without the second
             kept_out += [instance for instance in self if instance.spec.role == "prefill"]
-            decision = self._route(request, whole, kept_out)
+            decision = self._route(request, whole, kept_out, again)
         if decision is None:
             raise self._nobody(whole)
         decode = None if decision.decode is None else self._by_number[decision.decode]
@@ -301,13 +301,13 @@ class Fleet:
         for scope in instance.waiting:  # these requests go to other instances
             scope.cancel()
 
-    def _route(self, request: Request, whole: bool, kept_out: Collection[Instance]) -> Decision | None:
+    def _route(self, request: Request, whole: bool, kept_out: Collection[Instance], again: bool) -> Decision | None:
         """The scheduler's decision among the others; None: nobody can do it."""
         for instance in kept_out:
             if instance.in_table:
                 self.scheduler.drain(instance.number)
         try:
-            return self.scheduler.route(request, whole=whole)
+            return self.scheduler.route(request, whole=whole, again=again)
         except StateError:
             return None
         finally:

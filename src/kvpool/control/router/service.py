@@ -27,7 +27,7 @@ from kvpool.control.router.tokenizing import Tokenizing
 __all__ = ["Router"]
 
 _TICK_S: Final = 0.5
-_EXPIRE_TICKS: Final = 20
+_EXPIRE_NODES: Final = 2048  # of a tree, in a tick: under a millisecond
 
 
 class Router:
@@ -115,15 +115,12 @@ class Router:
     # ---- inside
 
     async def _tick(self) -> None:
-        ticks = 0
         while True:
             await asyncio.sleep(_TICK_S)
-            ticks += 1
             try:
                 if self._members is not None:
                     await self._members.reconcile()
                 self.fleet.tick()
-                if ticks % _EXPIRE_TICKS == 0:  # else the next request would: few wait for it here
-                    self.fleet.scheduler.expire()
+                self.fleet.scheduler.expire(_EXPIRE_NODES)  # while no requests come, nothing else would
             except Exception:  # time passes on
                 LOGGER.exception("error")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,8 @@ from kvpool.policy.cost.shape import ModelShape, Parallel
 from kvpool.policy.cost.waves import WaveModel, wave_count
 
 __all__ = ["Compiled", "Fits", "OperatorCost"]
+
+_KNOWN_MAX: Final = 1 << 14  # of lengths, whose products are kept
 
 
 @dataclass(frozen=True)
@@ -102,8 +105,10 @@ class Compiled:
         shared[ONE] += fixed_s
         shared[NEW] += per_token_s
         self._waves = fits.waves
+        self._known: dict[int, float] = {}  # seconds of all products, by tiles above each other
         self._each = tuple(each.tolist())
         self._shared = tuple(shared.tolist())
+        self._one_s = dot(self._each, Work(1, 0, 1).monomials())
         self._all: tuple[float, ...] = tuple((each + shared).tolist())
         self._column_tiles = np.array([tiles for tiles, _ in self._products], dtype=np.int64)
         self._wave_s = np.array([seconds for _, seconds in self._products])
@@ -118,11 +123,20 @@ class Compiled:
         linear = at[0] * (new * cached) + at[1] * (new * new) + at[2] * (new + cached) + at[3] * new + at[4] * cached
         return linear + at[5] * blocks + at[6] + at[7] + self._products_s(new)
 
-    def batch_s(self, works: Sequence[Work]) -> float:
-        """Seconds for several prompts in one forward pass."""
-        together = Work(*map(sum, zip(*works, strict=True)))
-        alone = sum(dot(self._each, work.monomials()) for work in works)
-        return alone + dot(self._shared, together.monomials()) + self._products_s(together.new)
+    def batch_s(self, works: Sequence[Work], ones: int = 0) -> float:
+        """Seconds for several prompts in one forward pass, and for `ones` prompts of one token."""
+        each, shared = self._each, self._shared
+        alone = ones * self._one_s
+        new = blocks = prompts = ones
+        cached = 0
+        for work in works:  # written out: a simulator asks for each step
+            n, c, b, p = work
+            alone += each[0] * (n * c) + each[1] * (n * n) + each[2] * (n + c) + each[3] * n + each[4] * c
+            alone += each[5] * b + each[6] * p + each[7]
+            new, cached, blocks, prompts = new + n, cached + c, blocks + b, prompts + p
+        together = shared[0] * (new * cached) + shared[1] * (new * new) + shared[2] * (new + cached) + shared[3] * new
+        together += shared[4] * cached + shared[5] * blocks + shared[6] * prompts + shared[7]
+        return alone + together + self._products_s(new)
 
     def equal_s(self, work: Work, prompts: int) -> float:
         """As batch_s for equal prompts, without looking at each."""
@@ -143,11 +157,16 @@ class Compiled:
 
     def _products_s(self, new: int) -> float:
         row_tiles = -(-new // self._waves.tile_rows)
-        units = self._waves.units
-        total = 0.0
-        for tiles, seconds in self._products:
-            total += -(-row_tiles * tiles // units) * seconds  # wave_count
-        return total
+        known = self._known.get(row_tiles)
+        if known is None:
+            if len(self._known) >= _KNOWN_MAX:
+                self._known.clear()
+            units = self._waves.units
+            known = 0.0
+            for tiles, seconds in self._products:
+                known += -(-row_tiles * tiles // units) * seconds  # wave_count
+            self._known[row_tiles] = known
+        return known
 
 
 def communication(model: ModelShape, parallel: Parallel, layers: int, sends: int) -> tuple[float, float]:

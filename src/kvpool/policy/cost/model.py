@@ -127,14 +127,16 @@ class CostModel:
         """Seconds for which a prompt occupies one pipeline stage, and the next prompts wait. exec_s if pp is 1."""
         return self._stage.time_s(self._work(tokens, cached))
 
-    def batch_s(self, prompts: Iterable[tuple[int, int]]) -> float:
+    def batch_s(self, prompts: Iterable[tuple[int, int]], ones: int = 0) -> float:
         """Seconds of one forward pass over several prompts, (tokens, cached) each; 0 for none.
+
+        With `ones`, over as many more prompts of one token, in a time that does not grow with their number.
 
         Matrix products see the sum of all new tokens, attention sees each prompt alone. (The paper sums lengths and
         cached shares, as if prompts attended to each other.)
         """
         works = [self._work(tokens, cached) for tokens, cached in prompts]
-        return self._whole.batch_s(works) if works else 0.0
+        return self._whole.batch_s(works, ones) if works or ones else 0.0
 
     def equal_batch_s(self, prompts: int, tokens: int, cached: int = 0) -> float:
         """batch_s of `prompts` equal prompts, in a time that does not grow with their number."""

@@ -74,6 +74,9 @@ class Candidates:
 
     def count(self, at: int) -> int:
         """How many instances hold this length, including instances outside the table."""
+        if len(self._found) == 1 and not self._positions:
+            bounds = self._found[0][1]
+            return bounds[at + 1] - bounds[at]
         return sum(stop - start for _, start, stop in self._spans(at))
 
     def slots(self, at: int) -> Ints:

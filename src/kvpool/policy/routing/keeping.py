@@ -65,10 +65,10 @@ class KeepHits(Ranking):
 
     def asked(self, asked: Asked) -> None:
         """As Ranking.asked: weighs the parts of the prompt."""
-        window = min(_WINDOW * asked.instances, _WINDOW_MOST)
-        counted = self._uses.note(asked.tokens, asked.held, asked.block_tokens, asked.namespace, window)
+        counted = self._uses.look_up(asked.tokens, asked.held, asked.block_tokens, asked.namespace, asked.again)
         self._asked, self._known = asked, {}
-        popular = max(_POPULAR * self._uses.requests / asked.instances, _FEWEST)
+        requests = self._uses.requests + (not asked.again)
+        popular = max(_POPULAR * requests / asked.instances, _FEWEST)
         parts, start, last = [], 0, -1.0
         for end, uses in counted:
             weight = self._thrift * (1.0 - uses / popular) if uses < popular else 0.0
@@ -76,6 +76,11 @@ class KeepHits(Ranking):
                 parts.append((start, weight))
             start, last = end, weight
         self._parts = parts[::-1]
+
+    def placed(self, asked: Asked) -> None:
+        """As Ranking.placed: counts the prompt among the uses of its prefixes."""
+        if not asked.again:
+            self._uses.note(min(_WINDOW * asked.instances, _WINDOW_MOST))
 
     def rank(self, backlog: Any, load: Any, cached: Any, exec_s: Any) -> tuple[Any, ...]:
         """As Ranking.rank."""

@@ -86,6 +86,7 @@ class Asked(NamedTuple):
         instances: How many take requests; at least 1.
         transfer_s: The time to fetch so many tokens from another instance; None where nothing is fetched, or where
             links differ, so that it depends on the two instances.
+        again: The request was placed before, where it came to nothing, and is routed once more.
     """
 
     tokens: Tokens
@@ -95,6 +96,7 @@ class Asked(NamedTuple):
     exec_s: Callable[[int], float]
     instances: int
     transfer_s: Callable[[int], float] | None = None
+    again: bool = False
 
 
 class Policy(Protocol):
@@ -130,6 +132,9 @@ class Ranking:
 
     def asked(self, asked: Asked) -> None:
         """Called with each prompt before instances that prefill are ranked for it; never for those that decode."""
+
+    def placed(self, asked: Asked) -> None:
+        """Called after `asked` when the request is under way; not when no instance decodes what it would prefill."""
 
     def rank(self, backlog: Any, load: Any, cached: Any, exec_s: Any) -> tuple[Any, ...]:
         """The rank: the instance with the least first figure wins; among equals, the one with the least second; etc.

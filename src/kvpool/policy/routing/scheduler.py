@@ -68,9 +68,9 @@ class GlobalScheduler:
         transfer: The cost of moving KV between instances; None if they cannot, and then nothing is fetched.
         ttl_s: How long the trees keep a prefix that they did not learn from events; None: forever.
         balance: Load cap and newcomers.
-        learn_at: When the trees learn that an instance holds a prompt: at its "response", as in §6, or at its
-            "dispatch", so that the same prompt a moment later follows it into the same queue. An instance that
-            reports by events is believed to hold a prompt from its dispatch on, too, until an event says otherwise.
+        learn_at: When the trees learn that an instance holds a prompt: at its "dispatch", so that the same prompt a
+            moment later follows it into the same queue, or at its "response", as in §6. At dispatch, an instance that
+            reports by events is believed to hold a prompt from then on, too, until an event says otherwise.
         holders_max: How many instances that hold more a decision lists.
         blocks_max: Blocks in the prompt tree of each kind of instance; the least recently used are forgotten. None for
             no bound.
@@ -86,12 +86,12 @@ class GlobalScheduler:
         transfer: TransferModel | None = None,
         ttl_s: float | None = 300.0,
         balance: Balance | None = None,
-        learn_at: Literal["response", "dispatch"] = "response",
+        learn_at: Literal["response", "dispatch"] = "dispatch",
         holders_max: int = 8,
         blocks_max: int | None = BLOCKS_MAX,
     ) -> None:
         if learn_at not in ("response", "dispatch"):
-            raise ArgumentError(f"learn_at is {learn_at!r}; it must be 'response' or 'dispatch'")
+            raise ArgumentError(f"learn_at is {learn_at!r}; it must be 'dispatch' or 'response'")
         if holders_max < 0:
             raise ArgumentError(f"holders_max is {holders_max}; it must be at least 0")
         if policy is not None and policy is decode_policy and _remembers(policy):
@@ -192,9 +192,13 @@ class GlobalScheduler:
         """Forgets what the instance holds, because its events have a gap."""
         self._trees[self._known(instance).kind].forget(instance)
 
-    def expire(self) -> int:
-        """Forgets what is older than ttl_s, in all trees, now; they do so by themselves. Returns the blocks."""
-        return sum(tree.expire() for tree in self._trees.values())
+    def expire(self, nodes: int | None = None) -> int:
+        """Gives back memory of what is older than ttl_s; no decision considers it any more. Returns the blocks.
+
+        Args:
+            nodes: As in PromptTree.expire, for each tree.
+        """
+        return sum(tree.expire(nodes) for tree in self._trees.values())
 
     @property
     def blocks_evicted(self) -> int:
@@ -203,12 +207,13 @@ class GlobalScheduler:
 
     # ---- requests
 
-    def route(self, request: Request, *, whole: bool = False) -> Decision:
+    def route(self, request: Request, *, whole: bool = False, again: bool = False) -> Decision:
         """Decides where a request goes, and counts it as that instance's work from now on.
 
         Args:
             request: The prompt.
             whole: One instance does all of it: one that prefills for others then decodes, too.
+            again: It was routed before, and came to nothing there: a policy that counts requests does not count it.
 
         Raises:
             ArgumentError: The prompt is empty, or a token does not fit in int32.
@@ -230,7 +235,7 @@ class GlobalScheduler:
         times = [Times(model, len(tokens), found.lengths) for model in self._models]
         held, fleets = found.lengths[0], times[0]
         takers = len(table) - table.closed
-        asked = Asked(tokens, request.namespace, self._block_tokens, held, fleets.of, takers, self._transfer_s)
+        asked = Asked(tokens, request.namespace, self._block_tokens, held, fleets.of, takers, self._transfer_s, again)
         slot = choose(self._policy, table, found, times, now, request.session, asked)
         instance, cached = table.id_of(slot), found.lengths[found.at(slot)]
         own = times[table.model_of(slot)]
@@ -259,6 +264,8 @@ class GlobalScheduler:
         # From here on the request is under way.
         decode_work = None if decode is None else self._decode.assign(self._decode.slot(decode), len(tokens), now)
         work = table.assign(slot, occupied_s, now)
+        if isinstance(self._policy, Ranking):
+            self._policy.placed(asked)
         ticket, known = next(self._tickets), self._instances[instance]
         if self._learn_at_dispatch:
             tree = self._trees[known.kind]

@@ -109,8 +109,7 @@ class _Search:
                 continue
             count = found.count(at)
             if count <= _FEW_ALIKE:
-                for slot in found.few(at):
-                    self._consider(slot, at)
+                self._consider_few(found.few(at), at)
             elif count * _DENSE < size:
                 self._consider_many(found.slots(at), at)
             else:
@@ -214,6 +213,25 @@ class _Search:
             if len(left):
                 ranks = self._policy.rank(table.backlog(now, slots[left]), load[left], self._found.lengths[at], exec_s)
                 self._consider(int(slots[left][first_of(ranks, len(left))].min()), at)
+
+    def _consider_few(self, slots: list[int], at: int) -> None:
+        """Considers instances that hold equally much: only those that none before has less backlog and load than."""
+        if len(self._exec_s) > 1 or len(slots) == 1:
+            for slot in slots:
+                self._consider(slot, at)
+            return
+        cached, exec_s = self._found.lengths[at], self._exec_s[0][at]
+        limit, wait, rank_of = self._limit, self._wait, self._policy.rank
+        least_backlog = least_load = inf
+        for load, backlog, slot in self._table.figures(slots, self._now):
+            if load > limit or (backlog > least_backlog and load > least_load):
+                continue
+            if wait is not None and not wait.pays(backlog, exec_s):
+                continue
+            least_backlog, least_load = backlog, load
+            rank = rank_of(backlog, load, cached, exec_s)
+            if self.slot < 0 or _before(rank, self._best, slot < self.slot):
+                self._best, self.slot = rank, slot
 
     def _consider(self, slot: int, at: int) -> bool:
         """Considers one instance; returns whether it may get more."""
