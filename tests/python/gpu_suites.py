@@ -27,6 +27,7 @@ LOCAL = [
     "test_alloc.py",
     "test_events.py",
     "test_state_machine.py",
+    "storage/test_storage.py",
 ]
 STREAMS = ["cuda/test_streams.py"]
 TRANSFER = [

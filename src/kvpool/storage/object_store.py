@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 from kvpool.arguments import int_from, seconds_from, shown
 from kvpool.errors import ArgumentError, ArgumentTypeError, ClosedError, DeadlineExceeded, StateError, StoreFailed
 from kvpool.storage.block_file import HEADER_BYTES, Fault, content_fault, header_fault, header_of
-from kvpool.storage.counting import StoreCounter
+from kvpool.storage.counting import Seldom, StoreCounter
 from kvpool.storage.folders import StoredFile
 from kvpool.storage.store import Content, StoreStats, Trimmed, check_keys, content_bytes
 from kvpool.storage.sweeping import victims
@@ -81,6 +81,7 @@ class ObjectStore:
         self._concurrency = concurrency
         self._store = _opened(url, dict(config or {}), seconds)
         self._counter = StoreCounter()
+        self._bad = Seldom()
         self._closed = threading.Event()
 
     def exists(self, keys: Sequence[bytes], *, timeout: float | None = None) -> list[bool]:
@@ -169,7 +170,11 @@ class ObjectStore:
             self._counter.add(hits=1, read_bytes=content_bytes(content))
             return True
         self._counter.add(misses=1, **{fault: 1})
-        _log.warning("%s: block %s is %s, and is deleted", self.url, key.hex()[:16], fault, extra={"store": self.url})
+        if more := self._bad.due():
+            _log.warning(
+                "%s: block %s is %s, and is deleted; %d since the last such message", self.url, key.hex()[:16], fault,
+                more, extra={"store": self.url, "key": key.hex(), "fault": fault},
+            )  # fmt: skip
         try:
             await obstore.delete_async(self._store, _path(key))
         except (BaseError, OSError) as error:  # those who may only read; it stays a miss

@@ -35,7 +35,7 @@ Write: TypeAlias = Literal["never", "on_second_use", "always"]
 _POLICIES: Final = {"on_second_use": OnSecondUse, "always": Always}
 _THREADS_MAX: Final = 64
 _LOADS_MAX: Final = 4096  # parts of loads that wait
-_SAVES_MAX: Final = 4096
+_SAVES_MAX: Final = 1 << 24  # tokens of saves that wait
 _BEHIND_S: Final = 300.0  # what was not saved by then is left
 _JOIN_S: Final = 2.0
 
@@ -219,7 +219,9 @@ class Storage:
         shared.readers.close(until)
         shared.memory.release()
 
-    def _save_behind(self, tokens: npt.NDArray[np.int64], namespace: str, positions: Sequence[int]) -> None:
+    def _save_behind(
+        self, tokens: npt.NDArray[np.int32] | npt.NDArray[np.int64], namespace: str, positions: Sequence[int]
+    ) -> None:
         until = time.monotonic() + _BEHIND_S
         Save(self._shared, tokens, namespace, positions, until, not_saved=self._not_saved).begin()
 
