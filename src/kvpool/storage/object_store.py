@@ -84,6 +84,8 @@ class ObjectStore:
         self._bad = Seldom()
         self._closed = threading.Event()
 
+    # Each method but stats and close raises StateError in a coroutine: it would stop the event loop.
+
     def exists(self, keys: Sequence[bytes], *, timeout: float | None = None) -> list[bool]:
         """Whether an object is there under each key; see `Store.exists`."""
         check_keys(keys)
@@ -217,7 +219,7 @@ class ObjectStore:
         if self._closed.is_set():
             raise ClosedError(f"the store {self.url} is closed")
         seconds = None if timeout is None else seconds_from(timeout, "timeout")
-        if asyncio._get_running_loop() is not None:
+        if _in_a_coroutine():
             raise StateError("called in a coroutine, whose event loop it would stop: use Storage, or another thread")
 
         async def limited(item: _Item, turns: asyncio.Semaphore) -> _Result:
@@ -250,6 +252,14 @@ class ObjectStore:
     def __repr__(self) -> str:
         """Its URL."""
         return f"ObjectStore({self.url!r})"
+
+
+def _in_a_coroutine() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 async def _within(awaitable: Awaitable[_Result], seconds: float | None) -> _Result:

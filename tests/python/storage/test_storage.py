@@ -169,6 +169,24 @@ def test_a_load_into_a_pool_without_dram_goes_to_hbm(memory):
         assert stamps_of(pool, tokens) == [1, 2]
 
 
+def test_models_that_share_a_memory_each_have_a_storage(memory):
+    """Their blocks have different sizes, and lie further apart than they are long."""
+    layouts = {"a": small_layout(), "b": small_layout(layers=3)}
+    tokens = prompt(3)
+    for turn in ("save", "load"):
+        with kvpool.Space(hbm="16KiB", dram="32KiB", layouts=[*layouts.values()]) as space:
+            for number, (name, layout) in enumerate(layouts.items()):
+                pool = space.load(name, layout, allow_waste=True)
+                with Storage(pool, memory, model=name, write="never") as storage:
+                    stamps = [10 * number + position for position in range(3)]
+                    if turn == "save":
+                        stamped(pool, tokens, stamps, medium=kvpool.DRAM)
+                        assert storage.save(tokens).wait(LONG_S).saved == 3
+                    else:
+                        assert storage.load(tokens, budget_s=LONG_S).wait().tokens == 12
+                        assert stamps_of(pool, tokens) == stamps
+
+
 @pytest.mark.parametrize(
     "other",
     [{"model": "m2"}, {"rank_slice": "tp 1 of 2"}, {"secret": "t"}, {"namespace": "tenant"}, {"layout": 1}],
