@@ -271,13 +271,13 @@ async def _within(awaitable: Awaitable[_Result], seconds: float | None) -> _Resu
 
 def _opened(url: str, config: dict[str, str], seconds: float) -> Any:
     limit = timedelta(seconds=seconds)
+    options: dict[str, Any] = {  # which of obstore's types they have depends on the URL
+        "config": config or None,
+        "client_options": {"timeout": limit, "connect_timeout": limit, "allow_http": True},
+        "retry_config": {"max_retries": 1, "retry_timeout": limit},
+    }
     try:
-        return from_url(
-            url,
-            config=config or None,
-            client_options={"timeout": limit, "connect_timeout": limit, "allow_http": True},
-            retry_config={"max_retries": 1, "retry_timeout": limit},
-        )
+        return from_url(url, **options)
     except BaseException as error:  # obstore panics at some configurations, which is no Exception
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             raise ArgumentError(f"no store at {url!r}: {str(error).partition(chr(10))[0]}") from error
