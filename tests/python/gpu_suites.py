@@ -27,6 +27,8 @@ LOCAL = [
     "test_alloc.py",
     "test_events.py",
     "test_state_machine.py",
+    "storage/test_storage.py",
+    "storage/test_storage_faults.py",
 ]
 STREAMS = ["cuda/test_streams.py"]
 TRANSFER = [

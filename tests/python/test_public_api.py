@@ -11,6 +11,7 @@ from pathlib import Path
 
 import kvpool
 import kvpool._core
+import kvpool.storage
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -121,10 +122,21 @@ def test_the_exported_names_are_these():
     assert [name for name in PUBLIC if not hasattr(kvpool, name)] == []
 
 
+STORAGE = [
+    "Admission", "Always", "Content", "ContentKeys", "DirectoryStore", "Loaded", "OnSecondUse", "Saved", "Storage",
+    "StorageHandle", "StorageStats", "Store", "StoreStats", "Trimmed",
+]  # fmt: skip
+
+
+def test_the_names_of_storage_are_these():
+    """It is imported by name."""
+    assert sorted(kvpool.storage.__all__) == sorted(STORAGE)
+
+
 def test_every_class_and_function_has_a_docstring():
     silent = []
-    for name in PUBLIC:
-        thing = getattr(kvpool, name)
+    for name in [*PUBLIC, *STORAGE]:
+        thing = getattr(kvpool if name in PUBLIC else kvpool.storage, name)
         if inspect.isclass(thing) or callable(thing):
             silent += [] if inspect.getdoc(thing) else [name]
         if inspect.isclass(thing) and thing.__module__.startswith("kvpool") and not issubclass(thing, Exception):
@@ -164,6 +176,7 @@ def test_importing_kvpool_imports_numpy_and_nothing_else_foreign():
         "prometheus_client",
         "zmq",
         "msgpack",
+        "obstore",
         "typing_extensions",
     } & set(run.stdout.split()) == set()
 

@@ -1,12 +1,36 @@
-"""The counts of a store."""
+"""The counts of a store, and messages that come once in a while."""
 
 from __future__ import annotations
 
 import threading
+import time
+from typing import Final
 
 from kvpool.storage.store import StoreStats
 
-__all__ = ["StoreCounter"]
+__all__ = ["Seldom", "StoreCounter"]
+
+_EVERY_S: Final = 30.0
+
+
+class Seldom:
+    """Says when a message about something that keeps happening is due. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._next = 0.0
+        self._silent = 0
+
+    def due(self, at_once: bool = False) -> int:
+        """It has happened again: how often since the last message, this time included; 0 if no message is due."""
+        with self._lock:
+            self._silent += 1
+            now = time.monotonic()
+            if now < self._next and not at_once:
+                return 0
+            self._next = now + _EVERY_S
+            happened, self._silent = self._silent, 0
+            return happened
 
 
 class StoreCounter:

@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 from kvpool.arguments import int_from, seconds_from
 from kvpool.errors import ArgumentError, ClosedError, DeadlineExceeded, StoreFailed
 from kvpool.storage.block_file import HEADER_BYTES, Fault, content_fault, header_fault, header_of
-from kvpool.storage.counting import StoreCounter
+from kvpool.storage.counting import Seldom, StoreCounter
 from kvpool.storage.folders import FOLDERS, Folders, StoredFile, read_all
 from kvpool.storage.store import Content, StoreStats, Trimmed, check_keys, content_bytes
 from kvpool.storage.sweeping import Sweep, victims
@@ -65,6 +65,7 @@ class DirectoryStore:
         self._size_max = size_max
         self._age_max_s = None if age_max_s is None else seconds_from(age_max_s, "age_max_s")
         self._counter = StoreCounter()
+        self._bad = Seldom()
         self._lock = threading.Lock()  # of the sweep and what follows
         self._sweep = Sweep(size_max, self._age_max_s, secrets.randbelow(FOLDERS))
         self._read_only_until = 0.0
@@ -136,10 +137,12 @@ class DirectoryStore:
             removed = self._folders.remove(key)
         except OSError:  # a disk that cannot be written to any more; the block stays a miss
             removed = False
-        _log.warning(
-            "%s: block %s is %s%s", self.path, key.hex()[:16], fault, ", and was removed" if removed else "",
-            extra={"store": self.path, "key": key.hex(), "fault": fault},
-        )  # fmt: skip
+        if more := self._bad.due():
+            _log.warning(
+                "%s: block %s is %s%s; %d since the last such message", self.path, key.hex()[:16], fault,
+                ", and was removed" if removed else "", more,
+                extra={"store": self.path, "key": key.hex(), "fault": fault},
+            )  # fmt: skip
 
     # ---- writing
 
@@ -191,12 +194,11 @@ class DirectoryStore:
                 found, removed = self._folders.cleaned(number)
                 files += found
                 leftovers += removed
-            gone = victims(files, size_max, age_max_s, time.time_ns())
-            removed = self._folders.remove_all(gone)
-        self._counter.add(deleted=removed, leftovers=leftovers)
+            gone = self._folders.remove_all(victims(files, size_max, age_max_s, time.time_ns()))
+        self._counter.add(deleted=len(gone), leftovers=leftovers)
         gone_bytes = sum(file.size for file in gone)
         return Trimmed(
-            removed, gone_bytes, leftovers, len(files) - len(gone), sum(file.size for file in files) - gone_bytes
+            len(gone), gone_bytes, leftovers, len(files) - len(gone), sum(file.size for file in files) - gone_bytes
         )
 
     def _sweep_after(self, size: int) -> None:
@@ -206,7 +208,7 @@ class DirectoryStore:
             files, leftovers = self._folders.cleaned(number)
             with self._lock:
                 gone = self._sweep.gone(number, files, time.time_ns())
-            self._counter.add(deleted=self._folders.remove_all(gone), leftovers=leftovers)
+            self._counter.add(deleted=len(self._folders.remove_all(gone)), leftovers=leftovers)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

@@ -139,14 +139,14 @@ class Folders:
         except FileNotFoundError:
             return False
 
-    def remove_all(self, files: Sequence[StoredFile]) -> int:
-        """Removes files of a listing that are still there and were not used since; returns how many."""
-        removed = 0
+    def remove_all(self, files: Sequence[StoredFile]) -> list[StoredFile]:
+        """Removes files of a listing that are still there and were not used since; returns those."""
+        removed = []
         for number in sorted({file.folder for file in files}):
             with contextlib.suppress(FileNotFoundError), self._folder(number) as folder:
                 for file in files:
-                    if file.folder == number:
-                        removed += self._remove(folder, file.name, file.used_ns)
+                    if file.folder == number and self._remove(folder, file.name, file.used_ns):
+                        removed.append(file)
         return removed
 
     def cleaned(self, number: int) -> tuple[list[StoredFile], int]:

@@ -70,7 +70,7 @@ class BlockMemory:
 
     @contextmanager
     def copied(
-        self, tokens: npt.NDArray[np.int64], namespace: str, positions: Sequence[int]
+        self, tokens: npt.NDArray[np.int32] | npt.NDArray[np.int64], namespace: str, positions: Sequence[int]
     ) -> Iterator[dict[int, Content]]:
         """Copies of those blocks of a prompt that are cached, by their positions. Holds and pins nothing meanwhile.
 

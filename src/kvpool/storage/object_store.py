@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 from kvpool.arguments import int_from, seconds_from, shown
 from kvpool.errors import ArgumentError, ArgumentTypeError, ClosedError, DeadlineExceeded, StateError, StoreFailed
 from kvpool.storage.block_file import HEADER_BYTES, Fault, content_fault, header_fault, header_of
-from kvpool.storage.counting import StoreCounter
+from kvpool.storage.counting import Seldom, StoreCounter
 from kvpool.storage.folders import StoredFile
 from kvpool.storage.store import Content, StoreStats, Trimmed, check_keys, content_bytes
 from kvpool.storage.sweeping import victims
@@ -81,7 +81,10 @@ class ObjectStore:
         self._concurrency = concurrency
         self._store = _opened(url, dict(config or {}), seconds)
         self._counter = StoreCounter()
+        self._bad = Seldom()
         self._closed = threading.Event()
+
+    # Each method but stats and close raises StateError in a coroutine: it would stop the event loop.
 
     def exists(self, keys: Sequence[bytes], *, timeout: float | None = None) -> list[bool]:
         """Whether an object is there under each key; see `Store.exists`."""
@@ -169,7 +172,11 @@ class ObjectStore:
             self._counter.add(hits=1, read_bytes=content_bytes(content))
             return True
         self._counter.add(misses=1, **{fault: 1})
-        _log.warning("%s: block %s is %s, and is deleted", self.url, key.hex()[:16], fault, extra={"store": self.url})
+        if more := self._bad.due():
+            _log.warning(
+                "%s: block %s is %s, and is deleted; %d since the last such message", self.url, key.hex()[:16], fault,
+                more, extra={"store": self.url, "key": key.hex(), "fault": fault},
+            )  # fmt: skip
         try:
             await obstore.delete_async(self._store, _path(key))
         except (BaseError, OSError) as error:  # those who may only read; it stays a miss
@@ -212,7 +219,7 @@ class ObjectStore:
         if self._closed.is_set():
             raise ClosedError(f"the store {self.url} is closed")
         seconds = None if timeout is None else seconds_from(timeout, "timeout")
-        if asyncio._get_running_loop() is not None:
+        if _in_a_coroutine():
             raise StateError("called in a coroutine, whose event loop it would stop: use Storage, or another thread")
 
         async def limited(item: _Item, turns: asyncio.Semaphore) -> _Result:
@@ -247,6 +254,14 @@ class ObjectStore:
         return f"ObjectStore({self.url!r})"
 
 
+def _in_a_coroutine() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
 async def _within(awaitable: Awaitable[_Result], seconds: float | None) -> _Result:
     try:
         return await asyncio.wait_for(awaitable, seconds)
@@ -256,13 +271,13 @@ async def _within(awaitable: Awaitable[_Result], seconds: float | None) -> _Resu
 
 def _opened(url: str, config: dict[str, str], seconds: float) -> Any:
     limit = timedelta(seconds=seconds)
+    options: dict[str, Any] = {  # which of obstore's types they have depends on the URL
+        "config": config or None,
+        "client_options": {"timeout": limit, "connect_timeout": limit, "allow_http": True},
+        "retry_config": {"max_retries": 1, "retry_timeout": limit},
+    }
     try:
-        return from_url(
-            url,
-            config=config or None,
-            client_options={"timeout": limit, "connect_timeout": limit, "allow_http": True},
-            retry_config={"max_retries": 1, "retry_timeout": limit},
-        )
+        return from_url(url, **options)
     except BaseException as error:  # obstore panics at some configurations, which is no Exception
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             raise ArgumentError(f"no store at {url!r}: {str(error).partition(chr(10))[0]}") from error

@@ -54,7 +54,7 @@ class Save:
     def __init__(
         self,
         shared: Shared,
-        tokens: npt.NDArray[np.int64],
+        tokens: npt.NDArray[np.int32] | npt.NDArray[np.int64],
         namespace: str,
         positions: Sequence[int],
         until: float,
@@ -73,7 +73,7 @@ class Save:
     def begin(self) -> None:
         """Lets a writer do it; the handle fails if too many wait."""
         self._shared.counters.add(saves=1)
-        if not self._shared.writers.submit(self._run, self._drop):
+        if not self._shared.writers.submit(self._run, self._drop, max(1, len(self._tokens))):
             self._drop()
 
     def _drop(self) -> None:

@@ -35,7 +35,7 @@ Write: TypeAlias = Literal["never", "on_second_use", "always"]
 _POLICIES: Final = {"on_second_use": OnSecondUse, "always": Always}
 _THREADS_MAX: Final = 64
 _LOADS_MAX: Final = 4096  # parts of loads that wait
-_SAVES_MAX: Final = 4096
+_SAVES_MAX: Final = 1 << 24  # tokens of saves that wait
 _BEHIND_S: Final = 300.0  # what was not saved by then is left
 _JOIN_S: Final = 2.0
 
@@ -50,6 +50,9 @@ class Storage:
     All methods are thread-safe, and none of them waits for the store: its calls run on a bounded number of threads. A
     store that is slow or gone costs a load its budget at most, and after three such loads nothing at all for a while.
     Errors of the store are counted and logged once in a while, and no load fails by them.
+
+    Blocks that `insert` has cached with ``filled=False`` are saved when they are filled. Only of raw blocks, and of
+    elements that attention has no kernel for, a pool does not tell: cache none of those before they are filled.
 
     It does not own the pool or the store: close this first. A pool of a logical instance has no memory here: each of
     its ranks that is a pool by itself can have a Storage, with its `rank_slice`.
@@ -219,7 +222,9 @@ class Storage:
         shared.readers.close(until)
         shared.memory.release()
 
-    def _save_behind(self, tokens: npt.NDArray[np.int64], namespace: str, positions: Sequence[int]) -> None:
+    def _save_behind(
+        self, tokens: npt.NDArray[np.int32] | npt.NDArray[np.int64], namespace: str, positions: Sequence[int]
+    ) -> None:
         until = time.monotonic() + _BEHIND_S
         Save(self._shared, tokens, namespace, positions, until, not_saved=self._not_saved).begin()
 

@@ -34,25 +34,27 @@ class Workers:
     Args:
         name: Of the threads.
         threads: The most at a time.
-        waiting_max: The most jobs that wait.
+        waiting_max: The most that the jobs which wait weigh together; one may weigh more, if it waits alone.
     """
 
     def __init__(self, name: str, threads: int, waiting_max: int) -> None:
         self._name = name
         self._threads_max = threads
         self._waiting_max = waiting_max
-        self._jobs: deque[tuple[Call, Call]] = deque()
+        self._jobs: deque[tuple[Call, Call, int]] = deque()
+        self._waiting = 0
         self._threads: list[threading.Thread] = []
         self._idle = 0
         self._closed = False
         self._changed = threading.Condition()
 
-    def submit(self, run: Call, drop: Call) -> bool:
-        """Runs a job soon, or drops it when this is closed before; False if too many wait, or this is closed."""
+    def submit(self, run: Call, drop: Call, weight: int = 1) -> bool:
+        """Runs a job soon, or drops it when this is closed before; False if too much waits, or this is closed."""
         with self._changed:
-            if self._closed or len(self._jobs) >= self._waiting_max:
+            if self._closed or (self._jobs and self._waiting + weight > self._waiting_max):
                 return False
-            self._jobs.append((run, drop))
+            self._jobs.append((run, drop, weight))
+            self._waiting += weight
             if self._idle < len(self._jobs) and len(self._threads) < self._threads_max:
                 self._idle += 1
                 name = f"{self._name}-{len(self._threads)}"
@@ -74,7 +76,7 @@ class Workers:
             self._closed = True
             jobs, self._jobs = self._jobs, deque()
             self._changed.notify_all()
-        for _, drop in jobs:
+        for _, drop, _ in jobs:
             _guarded(drop)
         for thread in self._threads:
             if thread is not threading.current_thread():
@@ -88,7 +90,8 @@ class Workers:
                     self._changed.wait()
                 if self._closed:
                     return
-                run, _ = self._jobs.popleft()
+                run, _, weight = self._jobs.popleft()
+                self._waiting -= weight
                 self._idle -= 1
             _guarded(run)
             with self._changed:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,8 @@ _log = logging.getLogger("kvpool.storage")
 _INTERVAL_S: Final = 0.05
 _USES_MAX: Final = 1024  # prompts that wait until the policy hears of their use
 
-Enqueue = Callable[[npt.NDArray[np.int64], str, Sequence[int]], None]
+Tokens: TypeAlias = "npt.NDArray[np.int32] | npt.NDArray[np.int64]"
+Enqueue: TypeAlias = Callable[[Tokens, str, Sequence[int]], None]
 
 
 class WriteBehind:
@@ -100,9 +101,7 @@ class WriteBehind:
         for event in self._stream.drain():
             if isinstance(event, StoredEvent):
                 keys = self._shared.keys.of_tokens(event.tokens, event.namespace)
-                self._save(
-                    event.tokens.astype(np.int64), event.namespace, self._admission.stored(keys, event.first_block)
-                )
+                self._save(event.tokens, event.namespace, self._admission.stored(keys, event.first_block))
         while self._uses:
             tokens, namespace, blocks = self._uses.popleft()
             keys = self._shared.keys.of_tokens(tokens, namespace)[:blocks]
@@ -110,6 +109,6 @@ class WriteBehind:
         lost, self._lost = self._stream.lost - self._lost, self._stream.lost
         self._shared.counters.add(lost_events=lost)
 
-    def _save(self, tokens: npt.NDArray[np.int64], namespace: str, positions: Sequence[int]) -> None:
+    def _save(self, tokens: Tokens, namespace: str, positions: Sequence[int]) -> None:
         if positions:
             self._enqueue(tokens, namespace, positions)

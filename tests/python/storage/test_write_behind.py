@@ -173,7 +173,7 @@ def test_all_writers_count_in_the_budget(memory, monkeypatch):
 
 def test_too_many_saves_are_dropped_and_counted(memory, monkeypatch):
     with small_pool(0, 8, device="cpu") as pool, joined_to(pool, memory, "always") as storage:
-        monkeypatch.setattr(storage._shared.writers, "_waiting_max", 1)
+        monkeypatch.setattr(storage._shared.writers, "_waiting_max", kit.BLOCK)
         memory.writes.clear()
         store(pool, prompt(1), medium=kvpool.DRAM)
         assert memory.put_begun.acquire(timeout=60)
