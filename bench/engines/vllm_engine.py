@@ -115,9 +115,9 @@ class Engine:
 
     def await_saves(self) -> dict[str, Any]:
         """Kvpool has saved all."""
-        from kvpool.engines.vllm import engine_pool
+        from kvpool.engines.vllm import pools_here
 
-        for engine in engine_pool._pools.values():
+        for engine in pools_here._pools.values():
             engine.await_saves_of(None)
         return {}
 
