@@ -11,6 +11,8 @@ __all__ = ["SPACE_BUGS"]
 _PLAN: Final = ("quotas_test.cpp", "space_quotas_test.cpp")
 _QUOTAS: Final = ("space_quotas_test.cpp",)
 _MOVES: Final = ("space_quotas_moves_test.cpp",)
+_UNITS: Final = ("unit_set_test.cpp", "shared_space_test.cpp")
+_PIECES: Final = ("block_pieces_test.cpp",)
 _SPACE: Final = ("python/test_space.py",)
 _END: Final = ("python/test_space_end.py",)
 
@@ -110,6 +112,82 @@ SPACE_BUGS: Final = (
     if (before > 0) rule.limit = std::min(before, rule.limit);
   }
 """,
+        ),
+        _QUOTAS,
+    ),
+    Bug(
+        "tail-of-a-block-lost",
+        "blocks",
+        "the last unit of a block is not given back: the space shrinks (Z5)",
+        in_cpp(
+            "blocks/unit_set.cpp",
+            "free_.insert(first, size * n);",
+            "free_.insert(first, size * n - (size > 1 ? 1 : 0));",
+        ),
+        _UNITS,
+    ),
+    Bug(
+        "read-block-gives-up-its-units",
+        "blocks",
+        "another model takes the units of a block that was freed while a transfer reads it (L2)",
+        in_cpp("blocks/cache_blocks.cpp", "    give_back(block);  // this one keeps", "    // this one keeps"),
+        ("shared_space_test.cpp",),
+    ),
+    Bug(
+        "abandoned-units-belong-to-the-next",
+        "blocks",
+        "blocks that a closed cache left behind belong to the next cache in its place",
+        in_cpp("blocks/unit_set.cpp", "  meta_[first].tag = UnitExtent::kNobody;\n", ""),
+        _UNITS,
+    ),
+    Bug(
+        "swap-moves-the-first-piece",
+        "blocks",
+        "a block in pieces is moved between tiers with its first piece only",
+        in_cpp(
+            "blocks/block_copy.cpp",
+            "piece < from_pieces_.pieces(); ++piece",
+            "piece < 1; ++piece",
+        ),
+        _PIECES,
+    ),
+    Bug(
+        "pieces-freed-in-part",
+        "blocks",
+        "the first piece of a block is not given back with the others",
+        in_cpp(
+            "blocks/cache_blocks.cpp",
+            "        space_.mutable_units(medium).give_back(piece, units, 1);",
+            "        if (piece != block) space_.mutable_units(medium).give_back(piece, units, 1);",
+        ),
+        _PIECES,
+    ),
+    Bug(
+        "freed-block-stays-scattered",
+        "blocks",
+        "a block that is whole is read where an earlier one with its number had its pieces",
+        in_cpp("blocks/block_pieces.cpp", "  list_of_[block] = 0;\n", ""),
+        _PIECES,
+    ),
+    Bug(
+        "pieces-of-nobody",
+        "blocks",
+        "the pieces of a block name no block: the reclaimer drops another one",
+        in_cpp(
+            "blocks/cache_blocks.cpp",
+            "  for (const std::uint32_t first : piece_units_) units.set_block(first, block);\n",
+            "",
+        ),
+        _PIECES,
+    ),
+    Bug(
+        "place-across-a-block-in-use",
+        "pool",
+        "units on both sides of a block in use are counted as a place, and caches are dropped in vain",
+        in_cpp(
+            "pool/space_reclaimer.cpp",
+            "      units_ = 0;\n      lost_ = {};\n      return false;",
+            "      return false;",
         ),
         _QUOTAS,
     ),
