@@ -83,8 +83,8 @@ bool UnitSet::is_head(std::uint32_t unit) const noexcept {
   return !meta.is_free() || unit == 0 || !meta_[unit - 1].is_free();
 }
 
-std::uint32_t UnitSet::head_from(std::uint32_t unit) const noexcept {
-  while (unit < units_ && !is_head(unit)) ++unit;
+std::uint32_t UnitSet::head_of(std::uint32_t unit) const noexcept {
+  while (!is_head(unit)) --unit;
   return unit;
 }
 

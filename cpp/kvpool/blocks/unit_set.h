@@ -76,8 +76,8 @@ class UnitSet {
   UnitExtent at(std::uint32_t first) const noexcept;
   // Whether an extent begins at this unit. REQUIRES: unit < size().
   bool is_head(std::uint32_t unit) const noexcept;
-  // The first unit from this one on at which an extent begins, or size(). Visits the units in between.
-  std::uint32_t head_from(std::uint32_t unit) const noexcept;
+  // Where the extent begins that has this unit. Visits the units in between. REQUIRES: unit < size().
+  std::uint32_t head_of(std::uint32_t unit) const noexcept;
 
   // Checks Z5 to Z7. Throws kAudit; `name` names the medium.
   void audit(const char* name) const;
