@@ -10,6 +10,7 @@ __all__ = ["SPACE_BUGS"]
 
 _PLAN: Final = ("quotas_test.cpp", "space_quotas_test.cpp")
 _QUOTAS: Final = ("space_quotas_test.cpp",)
+_PLACES: Final = ("space_places_test.cpp",)
 _MOVES: Final = ("space_quotas_moves_test.cpp",)
 _UNITS: Final = ("unit_set_test.cpp", "shared_space_test.cpp")
 _PIECES: Final = ("block_pieces_test.cpp",)
@@ -186,10 +187,71 @@ SPACE_BUGS: Final = (
         "units on both sides of a block in use are counted as a place, and caches are dropped in vain",
         in_cpp(
             "pool/space_reclaimer.cpp",
-            "      units_ = 0;\n      lost_ = {};\n      return false;",
+            "      begin_again(extent.end());\n      return false;",
             "      return false;",
         ),
         _QUOTAS,
+    ),
+    Bug(
+        "count-of-places-begins-anew",
+        "pool",
+        "a place that is seen in part before others get the lock is never counted",
+        in_cpp(
+            "pool/space_reclaimer.cpp",
+            "++ >= kVisitsMax) return window.first();",
+            "++ >= kVisitsMax) return unit;",
+        ),
+        _PLACES,
+    ),
+    Bug(
+        "search-for-places-begins-anew",
+        "pool",
+        "a place that is seen in part before others get the lock is never cleared",
+        in_cpp("pool/space_reclaimer.cpp", "return unit < units.size() ? window.first() : unit;", "return unit;"),
+        _PLACES,
+    ),
+    Bug(
+        "part-of-a-place-counted-twice",
+        "pool",
+        "units of a place are counted for the next one as well, and caches are dropped in vain",
+        in_cpp("pool/space_reclaimer.cpp", "    if (extent.first < from) extent = {from, unit - from};\n", ""),
+        _PLACES,
+    ),
+    Bug(
+        "each-piece-counts-as-a-block",
+        "pool",
+        "a model loses no block in pieces, since each of them counts as one that it may not lose",
+        in_cpp(
+            "pool/space_reclaimer.cpp",
+            " && !has_piece(*owner->blocks, medium_, extent.block, first(), extent.first)",
+            "",
+        ),
+        _PLACES,
+    ),
+    Bug(
+        "each-piece-has-the-price-of-a-block",
+        "pool",
+        "a place costs a block in pieces as often as they lie in it, more than its model has",
+        in_cpp(
+            "pool/space_reclaimer.cpp",
+            "    if (has_piece(*member->blocks, medium, extent.block, place.first, extent.first)) continue;",
+            "    if (false) continue;",
+        ),
+        _PLACES,
+    ),
+    Bug(
+        "place-cleared-that-makes-no-room",
+        "pool",
+        "caches are dropped in a place that overlaps one that was cleared",
+        in_cpp("pool/space_reclaimer.cpp", "return place.blocks > 0;", "return true;"),
+        _PLACES,
+    ),
+    Bug(
+        "places-cleared-without-end",
+        "pool",
+        "caches are dropped in all places of a hold, however few blocks are wanted",
+        in_cpp("pool/space_reclaimer.cpp", "      if (missing == 0) break;\n      made = 0;", "      made = 0;"),
+        _PLACES,
     ),
     Bug(
         "models-share-their-generations",
