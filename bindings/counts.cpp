@@ -11,6 +11,7 @@ py::dict to_dict(const MediumCounts& counts) {
   for (int state = 0; state < kBlockStateCount; ++state) {
     dict[block_state_name(static_cast<BlockState>(state))] = counts.by_state[static_cast<std::size_t>(state)];
   }
+  dict["overlapped"] = counts.displaced;
   dict["evictable"] = counts.evictable;
   dict["pinned"] = counts.by_state[static_cast<std::size_t>(BlockState::kHistorical)] - counts.evictable;
   dict["free_runs"] = counts.free_runs.runs;

@@ -69,7 +69,8 @@ NodePointer make_node(std::uint32_t block_tokens, std::vector<std::size_t> piece
                       const py::object& parallel, int device, const std::string& policy, int copy_threads,
                       const std::string& huge_pages, int numa_node, bool check_memory, const std::string& pin_dram,
                       const std::string& device_memory, bool audit, bool zero_on_alloc, std::int64_t lend_max,
-                      double timeout_s, int attend_threads, const std::shared_ptr<SharedSpace>& space) {
+                      double timeout_s, int attend_threads, const std::shared_ptr<SharedSpace>& space,
+                      std::uint32_t pieces) {
   const auto blocks = [](const py::object& argument, const char* name) {
     const std::size_t count = count_from(argument, name);
     if (count > kBlocksMax) {
@@ -104,7 +105,7 @@ NodePointer make_node(std::uint32_t block_tokens, std::vector<std::size_t> piece
   options.zero_on_alloc = zero_on_alloc;
   options.lend_max = lend_max;
   const GilReleased released;
-  Pool* const pool = space == nullptr ? new Pool(options) : new Pool(options, space->share(options.layout));
+  Pool* const pool = space == nullptr ? new Pool(options) : new Pool(options, space->share(options.layout, pieces));
   return {new PeerNode(PoolPointer(pool, destroy<Pool>), make_ranks, static_cast<std::int64_t>(timeout_s * 1e9),
                        attend_threads),  // checked by kvpool.Settings
           destroy<PeerNode>};
@@ -172,7 +173,8 @@ void bind_pool(py::module_& module) {
            py::arg("engine_allocates"), py::arg("shape"), py::arg("parallel"), py::arg("device"), py::arg("policy"),
            py::arg("copy_threads"), py::arg("huge_pages"), py::arg("numa_node"), py::arg("check_memory"),
            py::arg("pin_dram"), py::arg("device_memory"), py::arg("audit"), py::arg("zero_on_alloc"),
-           py::arg("lend_max"), py::arg("timeout_s"), py::arg("attend_threads"), py::arg("space") = py::none())
+           py::arg("lend_max"), py::arg("timeout_s"), py::arg("attend_threads"), py::arg("space") = py::none(),
+           py::arg("pieces") = 1)
       .def("alloc", &alloc, py::arg("n"), py::arg("medium") = static_cast<int>(Medium::kHbm), py::arg("evict") = true,
            py::kw_only(), py::arg("instance") = py::none(), py::arg("timeout") = py::none(),
            py::arg("stream") = py::none(), R"(Allocates n blocks, all or nothing.
@@ -236,6 +238,14 @@ Raises:
       .def("close", &PeerNode::close, py::call_guard<GilReleased>(),
            "Ends the pool: every verb raises ClosedError from now on. Views of the memory stay valid. Idempotent.")
       .def_property_readonly("closed", of_pool([](Pool& pool) { return pool.closed(); }), "Whether close() was called.")
+      .def("_block_table", of_pool([](Pool& pool, py::handle addresses) {
+             const Vector<Address> blocks = addresses_from(addresses);
+             py::array_t<std::int32_t> table(
+                 {static_cast<py::ssize_t>(pool.pieces()), static_cast<py::ssize_t>(blocks.size())});
+             pool.block_table(blocks.data(), blocks.size(), table.mutable_data());
+             return table;
+           }),
+           py::arg("addrs"))
       .def_property_readonly("_space_number", of_pool([](Pool& pool) { return pool.space_number(); }))
       .def("_stats", of_pool([](Pool& pool) { return to_dict(pool.stats()); }))
       .def("_audit", of_pool([](Pool& pool) {

@@ -42,7 +42,10 @@ py::tuple scheduler_facts(const PeerNode& node) {
   return py::make_tuple(service.incarnation(), node.pool().instance());
 }
 
-LocalMemory memory_of(Pool& pool) { return {pool.layout(), pool.arenas()}; }
+LocalMemory memory_of(Pool& pool) {
+  pool.check_whole("a rank of an instance");
+  return {pool.layout(), pool.arenas()};
+}
 
 // Waits for threads.
 void destroy(RankNode* node) {

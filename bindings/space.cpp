@@ -93,13 +93,13 @@ py::dict counts(const SharedSpace& shared, py::handle medium_argument) {
     const GilReleased released;
     const SpaceLock lock = shared.space().lock();
     units = shared.space().counts(medium);
-    largest = shared.space().longest_free(medium);
+    largest = shared.space().unit_set(medium).longest_free();
   }
   py::dict dict;
   dict["capacity"] = units.capacity;
   for (int code = 0; code < kBlockStateCount; ++code) {
     const auto state = static_cast<BlockState>(code);
-    if (state == BlockState::kOverlapped || state == BlockState::kSuspended) continue;  // no state of a unit
+    if (state == BlockState::kSuspended) continue;  // no state of a unit
     dict[block_state_name(state)] = units.by_state[static_cast<std::size_t>(code)];
   }
   dict["largest_run"] = largest;

@@ -127,13 +127,13 @@ BUGS: Final[tuple[Bug, ...]] = (
     Bug(
         "half-free-block",
         "blocks",
-        "a block is taken while another cache of the space still has one of its units",
+        "the last unit of a block is still free for other caches of the space (Z1)",
         in_cpp(
-            "blocks/cache_blocks.cpp",
-            "if (first < end && taken.any((end - 1) * block_units_, block_units_)) --end;",
-            "",
+            "blocks/unit_set.cpp",
+            "free_.remove_front(first, size * n);",
+            "free_.remove_front(first, size * n - 1);",
         ),
-        ("shared_space_test.cpp", "shared_pools_fuzz_test.cpp"),
+        ("unit_set_test.cpp", "shared_space_test.cpp"),
     ),
     Bug(
         "one-address-two-caches",

@@ -10,7 +10,10 @@ __all__ = ["SPACE_BUGS"]
 
 _PLAN: Final = ("quotas_test.cpp", "space_quotas_test.cpp")
 _QUOTAS: Final = ("space_quotas_test.cpp",)
+_PLACES: Final = ("space_places_test.cpp",)
 _MOVES: Final = ("space_quotas_moves_test.cpp",)
+_UNITS: Final = ("unit_set_test.cpp", "shared_space_test.cpp")
+_PIECES: Final = ("block_pieces_test.cpp",)
 _SPACE: Final = ("python/test_space.py",)
 _END: Final = ("python/test_space_end.py",)
 
@@ -112,6 +115,143 @@ SPACE_BUGS: Final = (
 """,
         ),
         _QUOTAS,
+    ),
+    Bug(
+        "tail-of-a-block-lost",
+        "blocks",
+        "the last unit of a block is not given back: the space shrinks (Z5)",
+        in_cpp(
+            "blocks/unit_set.cpp",
+            "free_.insert(first, size * n);",
+            "free_.insert(first, size * n - (size > 1 ? 1 : 0));",
+        ),
+        _UNITS,
+    ),
+    Bug(
+        "read-block-gives-up-its-units",
+        "blocks",
+        "another model takes the units of a block that was freed while a transfer reads it (L2)",
+        in_cpp("blocks/cache_blocks.cpp", "    give_back(block);  // this one keeps", "    // this one keeps"),
+        ("shared_space_test.cpp",),
+    ),
+    Bug(
+        "abandoned-units-belong-to-the-next",
+        "blocks",
+        "blocks that a closed cache left behind belong to the next cache in its place",
+        in_cpp("blocks/unit_set.cpp", "  meta_[first].tag = UnitExtent::kNobody;\n", ""),
+        _UNITS,
+    ),
+    Bug(
+        "swap-moves-the-first-piece",
+        "blocks",
+        "a block in pieces is moved between tiers with its first piece only",
+        in_cpp(
+            "blocks/block_copy.cpp",
+            "piece < from_pieces_.pieces(); ++piece",
+            "piece < 1; ++piece",
+        ),
+        _PIECES,
+    ),
+    Bug(
+        "pieces-freed-in-part",
+        "blocks",
+        "the first piece of a block is not given back with the others",
+        in_cpp(
+            "blocks/cache_blocks.cpp",
+            "        space_.mutable_units(medium).give_back(piece, units, 1);",
+            "        if (piece != block) space_.mutable_units(medium).give_back(piece, units, 1);",
+        ),
+        _PIECES,
+    ),
+    Bug(
+        "freed-block-stays-scattered",
+        "blocks",
+        "a block that is whole is read where an earlier one with its number had its pieces",
+        in_cpp("blocks/block_pieces.cpp", "  list_of_[block] = 0;\n", ""),
+        _PIECES,
+    ),
+    Bug(
+        "pieces-of-nobody",
+        "blocks",
+        "the pieces of a block name no block: the reclaimer drops another one",
+        in_cpp(
+            "blocks/cache_blocks.cpp",
+            "  for (const std::uint32_t first : piece_units_) units.set_block(first, block);\n",
+            "",
+        ),
+        _PIECES,
+    ),
+    Bug(
+        "place-across-a-block-in-use",
+        "pool",
+        "units on both sides of a block in use are counted as a place, and caches are dropped in vain",
+        in_cpp(
+            "pool/space_reclaimer.cpp",
+            "      begin_again(extent.end());\n      return false;",
+            "      return false;",
+        ),
+        _QUOTAS,
+    ),
+    Bug(
+        "count-of-places-begins-anew",
+        "pool",
+        "a place that is seen in part before others get the lock is never counted",
+        in_cpp(
+            "pool/space_reclaimer.cpp",
+            "++ >= kVisitsMax) return window.first();",
+            "++ >= kVisitsMax) return unit;",
+        ),
+        _PLACES,
+    ),
+    Bug(
+        "search-for-places-begins-anew",
+        "pool",
+        "a place that is seen in part before others get the lock is never cleared",
+        in_cpp("pool/space_reclaimer.cpp", "return unit < units.size() ? window.first() : unit;", "return unit;"),
+        _PLACES,
+    ),
+    Bug(
+        "part-of-a-place-counted-twice",
+        "pool",
+        "units of a place are counted for the next one as well, and caches are dropped in vain",
+        in_cpp("pool/space_reclaimer.cpp", "    if (extent.first < from) extent = {from, unit - from};\n", ""),
+        _PLACES,
+    ),
+    Bug(
+        "each-piece-counts-as-a-block",
+        "pool",
+        "a model loses no block in pieces, since each of them counts as one that it may not lose",
+        in_cpp(
+            "pool/space_reclaimer.cpp",
+            " && !has_piece(*owner->blocks, medium_, extent.block, first(), extent.first)",
+            "",
+        ),
+        _PLACES,
+    ),
+    Bug(
+        "each-piece-has-the-price-of-a-block",
+        "pool",
+        "a place costs a block in pieces as often as they lie in it, more than its model has",
+        in_cpp(
+            "pool/space_reclaimer.cpp",
+            "    if (has_piece(*member->blocks, medium, extent.block, place.first, extent.first)) continue;",
+            "    if (false) continue;",
+        ),
+        _PLACES,
+    ),
+    Bug(
+        "place-cleared-that-makes-no-room",
+        "pool",
+        "caches are dropped in a place that overlaps one that was cleared",
+        in_cpp("pool/space_reclaimer.cpp", "return place.blocks > 0;", "return true;"),
+        _PLACES,
+    ),
+    Bug(
+        "places-cleared-without-end",
+        "pool",
+        "caches are dropped in all places of a hold, however few blocks are wanted",
+        in_cpp("pool/space_reclaimer.cpp", "      if (missing == 0) break;\n      made = 0;", "      made = 0;"),
+        _PLACES,
     ),
     Bug(
         "models-share-their-generations",

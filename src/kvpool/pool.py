@@ -122,6 +122,7 @@ class Pool(NetworkedPool):
         engine_allocates: bool = False,
         device: int = -1,
         space: _core.Space | None = None,
+        pieces: int = 1,
     ) -> None:
         self.settings: Settings = settings
         self._parallel = parallel
@@ -145,6 +146,7 @@ class Pool(NetworkedPool):
                 device=device,
                 attend_threads=_attend_threads(self.settings),
                 space=space,
+                pieces=pieces,
                 **options,
             )
         self._gpu = ordinal_of(device_name := self.arena(HBM).device)
@@ -244,14 +246,15 @@ class Pool(NetworkedPool):
         Returns:
             A KVTensor of shape [block, layer, k/v, head, token, dim], tokens before heads when the layout's `dims` are
             "NHD", [block, layer, head, token, 2 * dim] when its `pages` are "fused". For a RawLayout, and for DRAM of
-            a pool over adopted memory, [block, byte]. Index it with ``kvpool.block_ids(addrs)``.
+            a pool over adopted memory, [block, byte]. Index it with ``kvpool.block_ids(addrs)``. In a Space, whose
+            blocks lie at any unit, the first extent counts units, and its elements overlap: read and write those of
+            your own blocks alone.
 
         Raises:
             StateError: The medium is adopted memory: use the engine's tensors. Or the memory is in ranks.
         """
         medium = one_medium(medium)
-        stats = self.stats()
-        blocks = stats.hbm.capacity if medium == HBM else stats.dram.capacity
+        blocks = self._rows(medium)
         layout = self.kv_layout
         if self._parallel is not None:
             raise StateError("the memory of a logical instance is its ranks': see RankArena.tensor")
@@ -261,6 +264,11 @@ class Pool(NetworkedPool):
             return self._view(int(medium), [blocks, layout.block_bytes], [self._block_stride, 1], "uint8")
         shape, strides = kv_view(layout, blocks, self._block_stride)
         return self._view(int(medium), shape, strides, layout.dtype)
+
+    def _rows(self, medium: int) -> int:
+        """How many numbers blocks of HBM or DRAM can have: the first extent of `tensor`."""
+        stats = self.stats()
+        return stats.hbm.capacity if medium == HBM else stats.dram.capacity
 
     def arena(self, medium: OneMedium) -> ArenaInfo:
         """The size, kind and device of a medium's memory."""

@@ -132,7 +132,7 @@ void fuzz(std::uint32_t blocks, std::uint32_t length_max, int events, std::uint6
     const std::uint32_t block = below(blocks);
     const BlockState state = model.states[block];
     const bool owned = is_owned(state);
-    switch (below(10)) {
+    switch (below(8)) {
       case 0:
       case 1:
       case 2: {
@@ -181,28 +181,6 @@ void fuzz(std::uint32_t blocks, std::uint32_t length_max, int events, std::uint6
           store.set_generation_for_test(block, model.generations[block]);
         }
         break;
-      case 6: {
-        std::uint32_t n = 0;
-        const std::uint32_t most = 1 + below(length_max);
-        while (n < most && block + n < blocks &&
-               (model.states[block + n] == BlockState::kFree || model.states[block + n] == BlockState::kOverlapped)) {
-          model.take(block + n, BlockState::kOverlapped);
-          ++n;
-        }
-        store.overlap(block, n);
-        break;
-      }
-      case 7: {
-        std::uint32_t n = 0;
-        const std::uint32_t most = 1 + below(length_max);
-        while (n < most && block + n < blocks && model.states[block + n] == BlockState::kOverlapped) {
-          model.states[block + n] = BlockState::kFree;
-          model.free.insert(block + n);
-          ++n;
-        }
-        if (n > 0) store.end_overlap(block, n);
-        break;
-      }
       default: {
         // As many neighbours as are not free, in whatever states they are.
         std::uint32_t n = 0;

@@ -105,20 +105,34 @@ TEST_CASE("a store retires its blocks after its last generation") {
   store.audit();
 }
 
-TEST_CASE("an overlapped block cannot be taken, and comes back with the same generation") {
-  BlockStore store(Medium::kHbm, 8, 3);
-  std::vector<Address> out(8);
-  store.overlap(2, 3);
-  CHECK(store.count(BlockState::kOverlapped) == 3);
-  CHECK(store.free_runs().runs == 2);
-  CHECK_FALSE(store.take(6, BlockState::kActive, out.data()));
-  CHECK_FALSE(store.take_block(3, BlockState::kActive, out.data()));
-  REQUIRE(store.take(5, BlockState::kActive, out.data()));
-  for (int i = 0; i < 5; ++i) CHECK((block_of(out[i]) < 2 || block_of(out[i]) > 4));
-  store.end_overlap(2, 3);
+TEST_CASE("blocks whose numbers the store is told have states and generations like others, and are retired in time") {
+  BlockStore store(Medium::kHbm, 3, BlockStore::Placed{10}, 3, kGenerationMax);
+  CHECK(store.capacity() == 3);
+  CHECK(store.numbers() == 10);
   CHECK(store.free_count() == 3);
-  REQUIRE(store.take_block(3, BlockState::kActive, out.data()));
-  CHECK(generation_of(out[0]) == 3);
+  std::vector<Address> out(3);
+  store.place(1, 4, 2, BlockState::kActive, out.data());
+  CHECK(out[0] == make_address(0, Medium::kHbm, 3, 1));
+  CHECK(out[1] == make_address(0, Medium::kHbm, 3, 5));
+  CHECK(store.count(BlockState::kActive) == 2);
+  CHECK(store.free_count() == 1);
+  CHECK(store.find(make_address(0, Medium::kHbm, 3, 10)) == AddressFault::kOutOfRange);
+  store.audit();
+
+  store.set_tag(1, 77);
+  REQUIRE(store.unplace(1));
+  CHECK(store.find(out[0]) == AddressFault::kStale);
+  CHECK(store.free_count() == 2);
+  CHECK(store.released() == 1);
+  store.place(1, 4, 1, BlockState::kLent, out.data());
+  CHECK(out[0] == make_address(0, Medium::kHbm, 4, 1));
+  CHECK(store.tag(1) == 0);
+
+  store.set_generation_for_test(9, kGenerationMax);
+  store.place(9, 1, 1, BlockState::kActive, out.data());
+  CHECK_FALSE(store.unplace(9));
+  CHECK(store.state(9) == BlockState::kRetired);
+  CHECK(store.free_count() == 0);  // it counts as a block for ever
   store.audit();
 }
 

@@ -250,7 +250,6 @@ TEST_CASE("names of states are words") {
   CHECK(std::string(block_state_name(BlockState::kFree)) == "free");
   CHECK(std::string(block_state_name(BlockState::kQuarantined)) == "quarantined");
   CHECK(std::string(block_state_name(BlockState::kRetired)) == "retired");
-  CHECK(std::string(block_state_name(BlockState::kOverlapped)) == "overlapped");
   CHECK(std::string(block_state_name(static_cast<BlockState>(99))) == "unknown");
 }
 

@@ -118,7 +118,9 @@ TEST_CASE("block addresses can be computed from segments without overflow") {
   check_refused("a segment overflows", segment({1, 1ULL << 63, kBlock}));
   check_refused("a segment overflows", segment({1, ~0ULL, kBlock}));
   check_refused("address of a segment is 0", segment({0, kBlock, kBlock}));
-  check_refused("stride of a segment is 49151", segment({1, kBlock - 1, kBlock}));
+  check_accepted(segment({1, kBlock - 1, kBlock}));  // blocks of a space lie at any unit
+  check_accepted(segment({~0ULL - kBlock - 4096, 4096, kBlock}));
+  check_refused("a segment overflows", segment({~0ULL - kBlock - 4096 + 1, 4096, kBlock}));
   check_refused("stride of a segment is 0", segment({1, 0, kBlock}));
   check_refused("length of a segment's piece is 0",
                 [](PeerMetadata& metadata) { metadata.media[Medium::kDram].segments[0].bytes = 0; });

@@ -13,6 +13,7 @@ from space_kit import UNIT, fill, layout, space_of
 import kvpool
 from kvpool import DRAM, HBM, MIXED, KVLayout, RawLayout, Space
 from kvpool.policy.multiplexing import Adaptation
+from kvpool.space.units import unit_from
 
 KIB = 1 << 10
 
@@ -54,6 +55,7 @@ def test_a_size_that_says_nothing_is_refused(size):
         ({"layouts": [3]}, kvpool.ArgumentTypeError),
         ({"activations": "2MiB"}, kvpool.ArgumentError),
         ({"hbm": 0}, kvpool.ArgumentError),
+        ({"hbm": (1 << 36) + 4096, "unit": 4096}, kvpool.ArgumentError),
         ({"models_max": 1}, kvpool.ArgumentError),
         ({"models_max": 17}, kvpool.ArgumentError),
         ({"models_max": "8"}, kvpool.ArgumentTypeError),
@@ -77,6 +79,8 @@ def test_the_unit_is_the_largest_that_wastes_one_percent_at_most():
     assert unit(RawLayout(128 * KIB, 16), RawLayout(24 * KIB, 16)) == 8 * KIB
     assert unit(RawLayout(128 * KIB - 1000, 16)) == 64 * KIB
     assert unit(RawLayout(5000, 16)) == 4 * KIB
+    assert unit_from("auto", [], 1 << 36) == 4 * KIB
+    assert unit_from("auto", [RawLayout(5000, 16)], 1 << 37) == 8 * KIB  # a tier has at most 2^24 units
 
 
 def test_a_block_that_would_waste_more_than_a_twentieth_is_refused_unless_allowed(space):
@@ -87,8 +91,8 @@ def test_a_block_that_would_waste_more_than_a_twentieth_is_refused_unless_allowe
     pool = space.load("a", small, allow_waste=True)
     assert space.quotas()["a"].waste == pytest.approx(500 / 8192)
     view = pool.tensor(HBM).numpy()
-    assert view.shape == (12, 7692)
-    assert view.strides == (8192, 1)
+    assert view.shape == (23, 7692)  # a block's number is its first unit
+    assert view.strides == (UNIT, 1)
 
 
 def test_models_write_to_their_own_blocks_of_one_memory(space):
@@ -102,7 +106,7 @@ def test_models_write_to_their_own_blocks_of_one_memory(space):
     units = np.zeros(24, int)
     for addrs, size in ((mine, 3), (its, 4)):
         for block in kvpool.block_ids(addrs):
-            units[block * size : (block + 1) * size] += 1
+            units[block : block + size] += 1
     assert units.sum() == 21
     assert units.max() == 1
     tier = a.stats().hbm
@@ -295,13 +299,13 @@ def test_no_place_for_a_block_is_told_from_too_little_memory():
         small, large = space.load("small", layout(1)), space.load("large", layout(4))
         addrs = small.alloc(16)
         at = {int(kvpool.block_ids(addrs[i : i + 1])[0]): addrs[i] for i in range(16)}
-        keep = [at.pop(unit) for unit in (0, 5, 10, 15)]
+        keep = [at.pop(unit) for unit in (3, 7, 11, 15)]
         small.free(list(at.values()))
         with pytest.raises(kvpool.OutOfBlocks) as refused:
             large.alloc(1)
         assert not isinstance(refused.value, kvpool.OutOfQuota)
         assert refused.value.fragmented is True
-        assert refused.value.largest_run == 4
+        assert refused.value.largest_run == 3
         small.free(keep[1:2])
         assert len(large.alloc(1)) == 1
 

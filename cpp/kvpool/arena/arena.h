@@ -49,7 +49,7 @@ class Arena {
   Medium medium() const noexcept { return medium_; }
   std::uint32_t blocks() const noexcept { return blocks_; }
   std::size_t block_bytes() const noexcept { return block_bytes_; }
-  std::size_t payload_bytes() const noexcept { return static_cast<std::size_t>(blocks_) * block_bytes_; }
+  virtual std::size_t payload_bytes() const noexcept { return static_cast<std::size_t>(blocks_) * block_bytes_; }
   const std::vector<Segment>& segments() const noexcept { return segments_; }
 
   // Bytes of address space backed by memory: payload rounded up to a page. 0 for adopted memory.
@@ -100,7 +100,8 @@ std::shared_ptr<Arena> make_adopted_arena(Medium medium, std::uint32_t blocks, s
                                           std::shared_ptr<void> keepalive,
                                           std::shared_ptr<const CudaContext> context = nullptr);
 
-// Blocks in the memory of another arena, `stride` bytes apart from its beginning. Peers on the host can map that
+// Blocks in the memory of another arena, `stride` bytes apart from its beginning. With a stride below their length
+// blocks overlap: then somebody else sees to it that of those no two are used at a time. Peers on the host can map that
 // memory. `base` is made of one segment. Throws kArgument.
 std::shared_ptr<Arena> make_view_arena(std::shared_ptr<Arena> base, std::uint32_t blocks, std::size_t block_bytes,
                                        std::size_t stride);

@@ -19,7 +19,8 @@ class ViewArena final : public Arena {
                       "): make the blocks of the model, or the space, of more tokens",
                   {{"blocks", blocks}, {"blocks_max", kBlocksMax}});
     }
-    if (block_bytes == 0 || stride < block_bytes || stride * blocks > base_->payload_bytes()) {
+    const bool fits = blocks == 0 || (blocks - 1) * stride + block_bytes <= base_->payload_bytes();
+    if (block_bytes == 0 || stride == 0 || !fits) {
       throw Error(ErrorCode::kArgument, std::to_string(blocks) + " blocks " + std::to_string(stride) +
                                             " bytes apart do not lie in " + std::to_string(base_->payload_bytes()));
     }
@@ -33,6 +34,8 @@ class ViewArena final : public Arena {
     context_ = base_->context();
     segments_ = {Segment{base_->segments().front().base, stride, block_bytes}};
   }
+
+  std::size_t payload_bytes() const noexcept override { return base_->payload_bytes(); }
 
  private:
   const std::shared_ptr<Arena> base_;

@@ -1,4 +1,4 @@
-// Copies whole blocks between two arenas of one pool, whatever the layout of each.
+// Copies whole blocks between two arenas of one pool, whatever the layout of each, and blocks in pieces.
 #pragma once
 
 #include <cstddef>
@@ -8,6 +8,7 @@
 #include "kvpool/base/address.h"
 #include "kvpool/base/copy.h"
 #include "kvpool/base/strips.h"
+#include "kvpool/blocks/block_pieces.h"
 
 namespace kvpool {
 
@@ -27,6 +28,25 @@ class BlockCopier {
 
  private:
   std::vector<PlannedStrip> plan_;
+};
+
+// The same between views of the units of a space, for a cache whose blocks may lie in several pieces on either side.
+//
+// Thread-safety: run() may be called by several threads.
+class PieceCopier {
+ public:
+  // REQUIRES: both are views of units with equal block_bytes, which are as many whole units as a block has; their
+  // blocks have as many pieces; all of it outlives the copier.
+  PieceCopier(const Arena& from, const BlockPieces& from_pieces, const Arena& to, const BlockPieces& to_pieces);
+
+  // As BlockCopier::run(). REQUIRES: nobody frees the blocks meanwhile.
+  void run(CopyTeam& team, const Address* from, const Address* to, std::size_t n) const noexcept;
+
+ private:
+  const BlockPieces& from_pieces_;
+  const BlockPieces& to_pieces_;
+  PlannedStrip whole_;
+  PlannedStrip piece_;
 };
 
 }  // namespace kvpool

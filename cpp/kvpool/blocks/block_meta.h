@@ -14,6 +14,8 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdlib>
+#include <memory>
 
 #include "kvpool/base/address.h"
 
@@ -27,15 +29,13 @@ enum class BlockState : std::uint8_t {
   kLent,         // owned by a borrower
   kQuarantined,  // not freed yet, because a writer is not known to be gone
   kRetired,      // its generations are used up
-  kOverlapped,   // some of its memory belongs to a block of another cache
   kSuspended,    // its memory is the engine's for a while
 };
-inline constexpr int kBlockStateCount = 9;
+inline constexpr int kBlockStateCount = 8;
 const char* block_state_name(BlockState state) noexcept;
 // Whether the block has an owner.
 inline constexpr bool is_owned(BlockState state) noexcept {
-  return state != BlockState::kFree && state != BlockState::kRetired && state != BlockState::kOverlapped &&
-         state != BlockState::kSuspended;
+  return state != BlockState::kFree && state != BlockState::kRetired && state != BlockState::kSuspended;
 }
 
 struct alignas(16) BlockMeta {
@@ -61,5 +61,14 @@ struct alignas(16) BlockMeta {
   }
 };
 static_assert(sizeof(BlockMeta) == 16, "B4: 16 bytes of metadata a block");
+
+struct FreeMemory {
+  void operator()(BlockMeta* memory) const noexcept { std::free(memory); }
+};
+using MetaArray = std::unique_ptr<BlockMeta[], FreeMemory>;
+
+// Zeroed metadata of so many free blocks, in pages that the kernel has not touched. Throws kOutOfMemory. REQUIRES:
+// blocks <= kBlocksMax.
+MetaArray make_meta(std::uint32_t blocks);
 
 }  // namespace kvpool

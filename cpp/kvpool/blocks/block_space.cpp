@@ -23,8 +23,16 @@ std::uint32_t checked_seats(std::uint32_t caches_max) {
 
 BlockSpace::BlockSpace(const MediumMap<std::uint32_t>& units, std::uint32_t caches_max)
     : units_(units), made_in_(fork_generation()), seats_(checked_seats(caches_max)) {
+  if (!shared()) return;
   for (const Medium medium : kMedia) {
-    if (shared()) taken_[medium] = UnitMap(units[medium]);
+    if (units[medium] > kBlocksMax) {
+      throw Error(ErrorCode::kArgument,
+                  std::to_string(units[medium]) + " units of " + medium_name(medium) +
+                      " are more than several caches can share (" + std::to_string(kBlocksMax) +
+                      "): make the units larger",
+                  {{"units", units[medium]}, {"maximum", kBlocksMax}});
+    }
+    shared_units_[medium] = std::make_unique<UnitSet>(units[medium]);
   }
 }
 
@@ -66,8 +74,6 @@ void BlockSpace::enter(CacheBlocks& cache) noexcept {
   const SpaceLock held = lock();
   seats_[cache.number()].cache = &cache;
   seats_[cache.number()].used = true;
-  if (!shared()) return;
-  for (const Medium medium : kMedia) cache.overlap_taken(medium, taken_[medium]);
 }
 
 void BlockSpace::leave(CacheBlocks& cache) noexcept {
@@ -81,35 +87,20 @@ void BlockSpace::leave(CacheBlocks& cache) noexcept {
   for (const Medium medium : kMedia) {
     seat.next_generation[medium] = std::max(seat.next_generation[medium], cache.generation_after(medium));
     cache.for_each_owned(medium, [&](std::uint32_t block, bool reusable) {
-      const std::uint32_t units = cache.block_units();
-      if (!reusable) {
-        left_behind_[medium] += units;
-      } else if (shared()) {
-        vacate(cache, medium, block * units, units);
-      }
+      if (!reusable) left_behind_[medium] += cache.block_units();
+      if (!shared()) return;
+      cache.for_each_extent(medium, block, [&](std::uint32_t first, std::uint32_t units) {
+        if (reusable) {
+          mutable_units(medium).give_back(first, units, 1);
+        } else {
+          mutable_units(medium).abandon(first);
+        }
+      });
     });
   }
 }
 
 // --- units ---
-
-void BlockSpace::occupy(const CacheBlocks& cache, Medium medium, std::uint32_t first_unit,
-                        std::uint32_t units) noexcept {
-  taken_[medium].take(first_unit, units);
-  for (const Seat& seat : seats_) {
-    if (seat.cache != nullptr && seat.cache != &cache) seat.cache->overlap(medium, first_unit, units);
-  }
-}
-
-void BlockSpace::vacate(const CacheBlocks& cache, Medium medium, std::uint32_t first_unit,
-                        std::uint32_t units) noexcept {
-  taken_[medium].give_back(first_unit, units);
-  for (const Seat& seat : seats_) {
-    if (seat.cache != nullptr && seat.cache != &cache) {
-      seat.cache->end_overlap(medium, first_unit, units, taken_[medium]);
-    }
-  }
-}
 
 UnitCounts BlockSpace::counts(Medium medium) const noexcept {
   UnitCounts counts;
@@ -119,7 +110,7 @@ UnitCounts BlockSpace::counts(Medium medium) const noexcept {
     if (seat.cache == nullptr) continue;
     for (int code = 0; code < kBlockStateCount; ++code) {
       const auto state = static_cast<BlockState>(code);
-      if (state == BlockState::kFree || state == BlockState::kOverlapped) continue;
+      if (state == BlockState::kFree) continue;
       const std::uint32_t units = seat.cache->store(medium).count(state) * seat.cache->block_units();
       counts.by_state[static_cast<std::size_t>(code)] += units;
       taken += units;
@@ -127,7 +118,7 @@ UnitCounts BlockSpace::counts(Medium medium) const noexcept {
   }
   counts.by_state[static_cast<std::size_t>(BlockState::kRetired)] += left_behind_[medium];
   counts.by_state[static_cast<std::size_t>(BlockState::kFree)] =
-      units_[medium] - (shared() ? taken_[medium].taken() : taken);
+      shared() ? unit_set(medium).free() : units_[medium] - taken;
   return counts;
 }
 
@@ -142,33 +133,56 @@ void BlockSpace::audit() const {
     if (sum != units.capacity) {
       fail(medium, std::to_string(units.capacity) + " there are, and " + std::to_string(sum) + " are counted (Z2)");
     }
-    if (!shared()) continue;
-    UnitMap owned(units_[medium]);
-    for (const Seat& seat : seats_) {
-      if (seat.cache == nullptr) continue;
-      const std::uint32_t size = seat.cache->block_units();
-      const BlockStore& blocks = seat.cache->store(medium);
-      for (std::uint32_t block = 0; block < blocks.capacity(); ++block) {
-        const BlockState state = blocks.state(block);
-        const bool taken = taken_[medium].any(block * size, size);
-        if (state == BlockState::kFree || state == BlockState::kOverlapped) {
-          if (taken != (state == BlockState::kOverlapped)) fail(medium, "a block is free that is not, or is not (Z1)");
-          continue;
-        }
-        if (owned.any(block * size, size)) fail(medium, "two blocks have one unit (Z1)");
-        if (!taken_[medium].all(block * size, size)) fail(medium, "an owned block has a unit that is free (Z1)");
-        owned.take(block * size, size);
-      }
-    }
+    if (shared()) audit_extents(medium);
     if (has_quotas_ && quota_tier(medium).committed() > units_[medium] - left_behind_[medium]) {
       fail(medium, std::to_string(quota_tier(medium).committed()) + " of " +
                        std::to_string(units_[medium] - left_behind_[medium]) + " are active or reserved (Z4)");
     }
-    if (taken_[medium].count() != owned.taken() + left_behind_[medium]) {
-      fail(medium, std::to_string(taken_[medium].count()) + " are taken, and the caches own " +
-                       std::to_string(owned.taken()) + " (Z1)");
-    }
   }
+}
+
+// Z1: each taken extent is an owned or retired block of its cache, or a piece of one, these have as many units as such
+// blocks, and the extents cover every unit once (Z5).
+void BlockSpace::audit_extents(Medium medium) const {
+  const auto fail = [&](const std::string& what, std::uint32_t unit) {
+    throw Error(ErrorCode::kAudit,
+                std::string(medium_name(medium)) + " units: " + what + " (Z1, unit " + std::to_string(unit) + ")",
+                {{"unit", unit}});
+  };
+  const UnitSet& units = unit_set(medium);
+  units.audit(medium_name(medium));
+  std::array<std::uint64_t, kCachesMax> owned{};  // units
+  std::uint32_t behind = 0;
+  for (std::uint32_t unit = 0; unit < units.size();) {
+    const UnitExtent extent = units.at(unit);
+    unit = extent.end();
+    if (extent.free()) continue;
+    if (extent.owner == UnitExtent::kNobody) {
+      behind += extent.length;
+      continue;
+    }
+    const CacheBlocks* const cache = extent.owner < seats_.size() ? seats_[extent.owner].cache : nullptr;
+    if (cache == nullptr) fail("a block belongs to no cache", extent.first);
+    if (extent.block >= cache->store(medium).numbers()) fail("a block has no number of its cache", extent.first);
+    if (cache->store(medium).state(extent.block) == BlockState::kFree) fail("a free block has units", extent.first);
+    bool its_own = false;
+    cache->for_each_extent(medium, extent.block, [&](std::uint32_t first, std::uint32_t length) {
+      its_own = its_own || (first == extent.first && length == extent.length);
+    });
+    if (!its_own) fail("a block has units that are not where it lies", extent.first);
+    owned[extent.owner] += extent.length;
+  }
+  for (std::uint32_t number = 0; number < seats_.size(); ++number) {
+    const CacheBlocks* const cache = seats_[number].cache;
+    if (cache == nullptr) continue;
+    const BlockStore& store = cache->store(medium);
+    const std::uint32_t blocks = store.capacity() - store.free_count();
+    if (owned[number] == std::uint64_t{blocks} * cache->block_units()) continue;
+    fail("cache " + std::to_string(number) + " has " + std::to_string(blocks) + " blocks in " +
+             std::to_string(owned[number]) + " units",
+         units.size());
+  }
+  if (behind != left_behind_[medium]) fail("a wrong count of units that closed caches left behind", behind);
 }
 
 }  // namespace kvpool

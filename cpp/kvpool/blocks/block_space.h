@@ -1,19 +1,23 @@
 // The units of all media, and the caches that share them.
 //
-// A space counts memory in units. The blocks of a cache all have the same size, any number of units: with k units a
-// block, block b lies in units [b * k, b * k + k). So the blocks of two caches overlap:
+// A space counts memory in units. The blocks of a cache all have the same size, any number of units. With one cache,
+// block b lies in units [b * k, b * k + k): the cache's own free set says which are free, and the space has nothing to
+// do.
 //
-//   units               0  1  2  3  4  5  6  7  8  9 10 11
-//   3 units a block    |   0    |   1    |   2    |   3    |
-//   4 units a block    |     0     |     1     |     2     |
+// Several caches share one set of free units (unit_set.h). Then a block with k units lies in any k units next to each
+// other, and its number is the first of them:
 //
-// When a cache takes a block, the free blocks of other caches that overlap it leave their free sets (kOverlapped). They
-// come back when all of their units are free again. Each cache keeps states, generations and a free set for its own
-// blocks (CacheBlocks), so a space with one cache has no extra cost, whatever its block size.
+//   units                 0  1  2  3  4  5  6  7  8  9 10 11
+//   3 units a block      |   0    |           |   7    |
+//   4 units a block               |     3     |
+//
+// So where a block lies follows from its number, for every reader of an address, in this process or in another:
+// base + number * unit. Each cache keeps states and generations for its own blocks (CacheBlocks).
 //
 // Invariants
-//   Z1  At most one block, of one cache, owns a unit. A free block owns no unit; at least one unit of an overlapped
-//       block is owned by a block of another cache.
+//   Z1  At most one block, of one cache, has a unit. A block that has an owner or is retired has its units: an extent
+//   of
+//       the unit set, with its cache's number.
 //   Z2  free + active + historical + reserved + lent + quarantined + retired + suspended = capacity, counted in units
 //       over all caches, and for each medium. Units that a closed cache could not free count as retired.
 //   Z3  No two caches of a space give out the same address, now or later: their ranges of generations are disjoint.
@@ -40,7 +44,7 @@
 #include "kvpool/base/medium.h"
 #include "kvpool/blocks/block_meta.h"
 #include "kvpool/blocks/quotas.h"
-#include "kvpool/blocks/unit_map.h"
+#include "kvpool/blocks/unit_set.h"
 
 namespace kvpool {
 
@@ -51,7 +55,7 @@ using SpaceLock = std::unique_lock<std::mutex>;
 
 struct UnitCounts {
   std::uint32_t capacity = 0;
-  std::array<std::uint32_t, kBlockStateCount> by_state{};  // kOverlapped is 0: its units count for their owners
+  std::array<std::uint32_t, kBlockStateCount> by_state{};
 };
 
 // Frees units of other caches in the space. Without a hook, no cache loses blocks to another.
@@ -69,7 +73,8 @@ class BlockSpace {
   static constexpr std::uint32_t kCachesMax = kQuotaModelsMax;
 
   // `caches_max`: at a time; a space for one cache serves no second one later. The caches share the generations of an
-  // address: with n caches, a block has 2^23 / n. Throws kArgument, std::bad_alloc.
+  // address: with n caches, a block has 2^23 / n. Throws kArgument, also for more than kBlocksMax units that several
+  // caches would share; kOutOfMemory, std::bad_alloc.
   explicit BlockSpace(const MediumMap<std::uint32_t>& units, std::uint32_t caches_max = 1);
   BlockSpace(const BlockSpace&) = delete;
   BlockSpace& operator=(const BlockSpace&) = delete;
@@ -80,6 +85,12 @@ class BlockSpace {
 
   std::uint32_t capacity(Medium medium) const noexcept { return units_[medium]; }
   bool shared() const noexcept { return seats_.size() > 1; }
+  // How many blocks of so many units there can be, and below which number all of them are.
+  std::uint32_t blocks(Medium medium, std::uint32_t block_units) const noexcept { return units_[medium] / block_units; }
+  std::uint32_t numbers(Medium medium, std::uint32_t block_units) const noexcept {
+    if (!shared() || units_[medium] < block_units) return blocks(medium, block_units);
+    return units_[medium] - block_units + 1;
+  }
   // Whether the address has a generation that another cache than this one gives out, or an earlier one gave (Z3).
   bool is_of_another(std::uint32_t number, Address address) const noexcept {
     if (!shared()) return false;
@@ -94,11 +105,8 @@ class BlockSpace {
   const std::shared_ptr<PressureHook>& pressure_hook() const noexcept { return hook_; }
   // Checks Z1, Z2 and Z4. Throws kAudit, std::bad_alloc.
   void audit() const;
-  // Units [first, first + n) that somebody owns, and the longest run that nobody does. REQUIRES: shared().
-  std::uint32_t taken_in(Medium medium, std::uint32_t first, std::uint32_t n) const noexcept {
-    return taken_[medium].taken_in(first, n);
-  }
-  std::uint32_t longest_free(Medium medium) const noexcept { return taken_[medium].longest_free(units_[medium]); }
+  // Which units are free, and whose the others are. REQUIRES: shared().
+  const UnitSet& unit_set(Medium medium) const noexcept { return *shared_units_[medium]; }
 
   // --- quotas (space_quotas.cpp) ---
 
@@ -169,18 +177,17 @@ class BlockSpace {
   void enter(CacheBlocks& cache) noexcept;
   void set_cached(std::uint32_t number, const CachedBlocks* cached) noexcept;
   void leave(CacheBlocks& cache) noexcept;
-  // The cache has taken these units (occupy), or given them back (vacate). REQUIRES: shared().
-  void occupy(const CacheBlocks& cache, Medium medium, std::uint32_t first_unit, std::uint32_t units) noexcept;
-  void vacate(const CacheBlocks& cache, Medium medium, std::uint32_t first_unit, std::uint32_t units) noexcept;
+  UnitSet& mutable_units(Medium medium) noexcept { return *shared_units_[medium]; }
+  void audit_extents(Medium medium) const;
 
   static QuotaModel model_of(const Seat& seat, Medium medium) noexcept;
 
   std::mutex mutex_;
   const MediumMap<std::uint32_t> units_;
-  const std::uint32_t made_in_;             // fork generation
-  std::vector<Seat> seats_;                 // as many as caches_max
-  MediumMap<UnitMap> taken_;                // used if shared()
-  MediumMap<std::uint32_t> left_behind_{};  // units
+  const std::uint32_t made_in_;                       // fork generation
+  std::vector<Seat> seats_;                           // as many as caches_max
+  MediumMap<std::unique_ptr<UnitSet>> shared_units_;  // null unless shared()
+  MediumMap<std::uint32_t> left_behind_{};            // units
   std::shared_ptr<PressureHook> hook_;
   bool has_quotas_ = false;
 };

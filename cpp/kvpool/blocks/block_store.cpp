@@ -1,6 +1,5 @@
 #include "kvpool/blocks/block_store.h"
 
-#include <algorithm>
 #include <bit>
 #include <string>
 
@@ -21,53 +20,19 @@ constexpr std::uint32_t prefix_of(std::uint32_t instance, Medium medium) noexcep
 
 }  // namespace
 
-const char* block_state_name(BlockState state) noexcept {
-  switch (state) {
-    case BlockState::kFree:
-      return "free";
-    case BlockState::kActive:
-      return "active";
-    case BlockState::kHistorical:
-      return "historical";
-    case BlockState::kReserved:
-      return "reserved";
-    case BlockState::kLent:
-      return "lent";
-    case BlockState::kQuarantined:
-      return "quarantined";
-    case BlockState::kRetired:
-      return "retired";
-    case BlockState::kOverlapped:
-      return "overlapped";
-    case BlockState::kSuspended:
-      return "suspended";
-  }
-  return "unknown";
-}
-
-// calloc, because large zeroed memory comes from the kernel untouched.
-BlockStore::MetaArray BlockStore::make_meta(std::uint32_t blocks) {
-  KVPOOL_CHECK(blocks <= kBlocksMax);
-  const std::size_t entries = std::max(blocks, 1U);
-  MetaArray meta(static_cast<BlockMeta*>(std::calloc(entries, sizeof(BlockMeta))));
-  if (meta == nullptr) {
-    throw Error(ErrorCode::kOutOfMemory, "no memory for the metadata of " + std::to_string(blocks) + " blocks",
-                {{"bytes", static_cast<std::int64_t>(entries * sizeof(BlockMeta))}});
-  }
-  return meta;
-}
-
-BlockStore::BlockStore(Medium medium, std::uint32_t blocks, std::uint32_t first_generation,
-                       std::uint32_t last_generation)
-    : meta_(make_meta(blocks)),
+BlockStore::BlockStore(Medium medium, std::uint32_t blocks, std::uint32_t numbers, bool has_free_set,
+                       std::uint32_t first_generation, std::uint32_t last_generation)
+    : meta_(make_meta(numbers)),
       capacity_(blocks),
+      numbers_(numbers),
+      has_free_set_(has_free_set),
       first_generation_(first_generation),
       last_generation_(last_generation),
       local_prefix_(prefix_of(0, medium)),
       own_prefix_(local_prefix_),
       made_prefix_(local_prefix_),
       medium_(medium),
-      free_(meta_.get(), blocks) {
+      free_(meta_.get(), has_free_set ? numbers : 0) {
   KVPOOL_CHECK(is_medium(static_cast<std::uint32_t>(medium)));
   KVPOOL_CHECK(0 < first_generation && first_generation <= last_generation && last_generation <= kGenerationMax);
   counts_[static_cast<std::size_t>(BlockState::kFree)] = blocks;
@@ -87,7 +52,7 @@ void BlockStore::set_instance(std::uint32_t instance) noexcept {
 }
 
 bool BlockStore::take(std::uint32_t n, BlockState to, Address* out) noexcept {
-  KVPOOL_DCHECK(is_owned(to));
+  KVPOOL_DCHECK(is_owned(to) && has_free_set_);
   if (n > free_count()) return false;
   while (n > 0) {
     std::uint32_t head = free_.best_fit(n);
@@ -105,7 +70,7 @@ bool BlockStore::take(std::uint32_t n, BlockState to, Address* out) noexcept {
 }
 
 bool BlockStore::take_block(std::uint32_t block, BlockState to, Address* out) noexcept {
-  KVPOOL_DCHECK(is_owned(to));
+  KVPOOL_DCHECK(is_owned(to) && has_free_set_);
   if (block >= capacity_ || !meta_[block].is_free()) return false;
   free_.remove(block, 1);
   hand_out(block, 1, to, out);
@@ -130,7 +95,7 @@ void BlockStore::hand_out(std::uint32_t first, std::uint32_t n, BlockState to, A
 }
 
 void BlockStore::release(std::uint32_t first, std::uint32_t n) noexcept {
-  KVPOOL_DCHECK(n <= capacity_ && first <= capacity_ - n);
+  KVPOOL_DCHECK(has_free_set_ && n <= capacity_ && first <= capacity_ - n);
   BlockMeta* const meta = meta_.get();
   released_ += n;
   const std::uint32_t last_release = releases_max();
@@ -164,56 +129,67 @@ void BlockStore::release(std::uint32_t first, std::uint32_t n) noexcept {
   if (end > piece) free_.insert(piece, end - piece);
 }
 
-void BlockStore::overlap(std::uint32_t first, std::uint32_t n) noexcept { withdraw(first, n, BlockState::kOverlapped); }
+void BlockStore::place(std::uint32_t first, std::uint32_t step, std::uint32_t n, BlockState to, Address* out) noexcept {
+  KVPOOL_DCHECK(is_owned(to) && !has_free_set_);
+  const Address base = static_cast<Address>(made_prefix_) << kMediumShift | Address{first_generation_}
+                                                                                << kGenerationShift;
+  std::uint32_t block = first;
+  for (std::uint32_t i = 0; i < n; ++i, block += step) {
+    KVPOOL_DCHECK(meta(block).is_free());
+    const std::uint32_t word = meta_[block].word;  // as in hand_out()
+    meta_[block].word = word | static_cast<std::uint32_t>(to);
+    out[i] = base + block + (static_cast<Address>(word) << (kGenerationShift - BlockMeta::kStateBits));
+  }
+  counts_[static_cast<std::size_t>(BlockState::kFree)] -= n;
+  counts_[static_cast<std::size_t>(to)] += n;
+}
 
-void BlockStore::end_overlap(std::uint32_t first, std::uint32_t n) noexcept {
-  put_back(first, n, BlockState::kOverlapped);
+bool BlockStore::unplace(std::uint32_t block) noexcept {
+  KVPOOL_DCHECK(!has_free_set_ && !meta(block).filling());
+  BlockMeta& block_meta = owned_meta(block);
+  const auto state = static_cast<std::size_t>(block_meta.state());
+  const bool last = block_meta.releases() == releases_max();
+  block_meta.overwrite(block_meta.word - static_cast<std::uint32_t>(state) + BlockMeta::kOneRelease);
+  const BlockState after = last ? BlockState::kRetired : BlockState::kFree;
+  block_meta.set_state(after);
+  --counts_[state];
+  ++counts_[static_cast<std::size_t>(after)];
+  ++released_;
+  return !last;
 }
 
 void BlockStore::suspend() noexcept {
-  KVPOOL_DCHECK(free_count() + count(BlockState::kRetired) == capacity_);
-  withdraw(0, capacity_, BlockState::kSuspended);
+  KVPOOL_DCHECK(has_free_set_ && free_count() + count(BlockState::kRetired) == capacity_);
+  for_each_run_in(BlockState::kFree, [&](std::uint32_t first, std::uint32_t n) {
+    free_.remove(first, n);
+    move_run(first, n, BlockState::kFree, BlockState::kSuspended);
+  });
 }
 
 void BlockStore::resume() noexcept {
+  for_each_run_in(BlockState::kSuspended, [&](std::uint32_t first, std::uint32_t n) {
+    move_run(first, n, BlockState::kSuspended, BlockState::kFree);
+    free_.insert(first, n);
+  });
+}
+
+template <class Visit>
+void BlockStore::for_each_run_in(BlockState state, Visit&& visit) {
   for (std::uint32_t block = 0; block < capacity_;) {
-    const std::uint32_t run = block;
-    while (block < capacity_ && meta_[block].state() == BlockState::kSuspended) ++block;
-    if (block > run) {
-      put_back(run, block - run, BlockState::kSuspended);
-    } else {
-      ++block;  // retired
-    }
-  }
-}
-
-void BlockStore::withdraw(std::uint32_t first, std::uint32_t n, BlockState to) noexcept {
-  KVPOOL_DCHECK(n <= capacity_ && first <= capacity_ - n);
-  const std::uint32_t end = first + n;
-  for (std::uint32_t block = first; block < end;) {
-    if (!meta_[block].is_free()) {
-      KVPOOL_DCHECK(meta_[block].state() == to || meta_[block].state() == BlockState::kRetired);
+    const std::uint32_t first = block;
+    while (block < capacity_ && meta_[block].state() == state) ++block;
+    if (block == first) {
       ++block;
-      continue;
+    } else {
+      visit(first, block - first);
     }
-    const std::uint32_t run = block;
-    while (block < end && meta_[block].is_free()) ++block;
-    free_.remove(run, block - run);
-    for (std::uint32_t i = run; i < block; ++i) meta_[i].set_state(to);
-    counts_[static_cast<std::size_t>(BlockState::kFree)] -= block - run;
-    counts_[static_cast<std::size_t>(to)] += block - run;
   }
 }
 
-void BlockStore::put_back(std::uint32_t first, std::uint32_t n, BlockState from) noexcept {
-  KVPOOL_DCHECK(n > 0 && n <= capacity_ && first <= capacity_ - n);
-  for (std::uint32_t block = first; block < first + n; ++block) {
-    KVPOOL_DCHECK(meta_[block].state() == from);
-    meta_[block].set_state(BlockState::kFree);
-  }
+void BlockStore::move_run(std::uint32_t first, std::uint32_t n, BlockState from, BlockState to) noexcept {
+  for (std::uint32_t block = first; block < first + n; ++block) meta_[block].set_state(to);
   counts_[static_cast<std::size_t>(from)] -= n;
-  counts_[static_cast<std::size_t>(BlockState::kFree)] += n;
-  free_.insert(first, n);
+  counts_[static_cast<std::size_t>(to)] += n;
 }
 
 AddressFault BlockStore::fault_of(Address address) const noexcept {
@@ -221,12 +197,12 @@ AddressFault BlockStore::fault_of(Address address) const noexcept {
   if (instance_bits != 0 && instance_bits != instance()) return AddressFault::kForeign;
   if (medium_bits_of(address) != static_cast<std::uint32_t>(medium_)) return AddressFault::kNoMedium;
   const std::uint32_t block = block_of(address);
-  if (block >= capacity_) return AddressFault::kOutOfRange;
+  if (block >= numbers_) return AddressFault::kOutOfRange;
   return generation(block) == generation_of(address) ? AddressFault::kNone : AddressFault::kStale;
 }
 
 void BlockStore::set_generation_for_test(std::uint32_t block, std::uint32_t generation) noexcept {
-  KVPOOL_CHECK(block < capacity_ && meta_[block].is_free());
+  KVPOOL_CHECK(block < numbers_ && meta_[block].is_free());
   KVPOOL_CHECK(generation >= first_generation_ && generation <= last_generation_);
   meta_[block].word = (generation - first_generation_) << BlockMeta::kStateBits;
 }
@@ -237,12 +213,12 @@ FreeRuns BlockStore::free_runs() const noexcept {
 }
 
 std::uint64_t BlockStore::metadata_bytes() const noexcept {
-  return static_cast<std::uint64_t>(capacity_) * sizeof(BlockMeta) + sizeof(BlockStore);
+  return static_cast<std::uint64_t>(numbers_) * sizeof(BlockMeta) + sizeof(BlockStore);
 }
 
 void BlockStore::audit() const {
   std::array<std::uint32_t, kBlockStateCount> found{};
-  for (std::uint32_t block = 0; block < capacity_; ++block) {
+  for (std::uint32_t block = 0; block < numbers_; ++block) {
     const BlockMeta& block_meta = meta_[block];
     const auto state = static_cast<std::size_t>(block_meta.state());
     if (state >= found.size()) audit_failed(medium_, "unknown state " + std::to_string(state), block);
@@ -254,6 +230,8 @@ void BlockStore::audit() const {
       audit_failed(medium_, "a block is retired before its time, or not at it", block);
     }
   }
+  // Numbers that no block has are free, too.
+  found[static_cast<std::size_t>(BlockState::kFree)] -= numbers_ - capacity_;
   for (std::size_t state = 0; state < found.size(); ++state) {
     if (found[state] == counts_[state]) continue;
     throw Error(ErrorCode::kAudit,
@@ -262,7 +240,7 @@ void BlockStore::audit() const {
                     " were counted",
                 {{"found", found[state]}, {"counted", counts_[state]}});
   }
-  free_.audit(medium_name(medium_));
+  if (has_free_set_) free_.audit(medium_name(medium_));
 }
 
 }  // namespace kvpool

@@ -4,16 +4,15 @@
 //   B1  Every block has exactly one state, and the counters add up to the capacity.
 //   B2  A block's generation grows by one each time it is released. An address is valid while its generation equals
 //       the block's. A block whose generation would wrap is retired instead of freed, and never comes back.
-//   B3  The free set holds exactly the blocks in state kFree, as maximal runs: no two free runs touch.
-//   B4  16 bytes of metadata a block, and nothing else that grows with the capacity.
+//   B3  The free set holds exactly the blocks in state kFree, as maximal runs: no two free runs touch. A store whose
+//       numbers are units has none: the space knows which units are free (unit_set.h).
+//   B4  16 bytes of metadata a number, and nothing else that grows with the capacity.
 //
 // Thread-safety: none; the pool holds its lock. No method allocates after construction.
 #pragma once
 
 #include <array>
 #include <cstdint>
-#include <cstdlib>
-#include <memory>
 
 #include "kvpool/base/address.h"
 #include "kvpool/base/check.h"
@@ -43,13 +42,25 @@ class BlockStore {
   // generations refuse each other's addresses as stale. The metadata is zero pages until the blocks are used.
   // REQUIRES: blocks <= kBlocksMax; 0 < first <= last <= kGenerationMax. Throws Error(kOutOfMemory).
   BlockStore(Medium medium, std::uint32_t blocks, std::uint32_t first_generation = 1,
-             std::uint32_t last_generation = kGenerationMax);
+             std::uint32_t last_generation = kGenerationMax)
+      : BlockStore(medium, blocks, blocks, true, first_generation, last_generation) {}
+  // A store whose blocks have the numbers that place() is told, below `numbers`, and of which no more than `blocks`
+  // have an owner or are retired at any time. Blocks without an owner have no number: they count as free. take(),
+  // release() and suspend() are not for it. REQUIRES: blocks <= numbers <= kBlocksMax, and as above.
+  struct Placed {
+    std::uint32_t numbers;
+  };
+  BlockStore(Medium medium, std::uint32_t blocks, Placed placed, std::uint32_t first_generation,
+             std::uint32_t last_generation)
+      : BlockStore(medium, blocks, placed.numbers, false, first_generation, last_generation) {}
   ~BlockStore();
   BlockStore(const BlockStore&) = delete;
   BlockStore& operator=(const BlockStore&) = delete;
 
   Medium medium() const noexcept { return medium_; }
   std::uint32_t capacity() const noexcept { return capacity_; }
+  // All block numbers are below.
+  std::uint32_t numbers() const noexcept { return numbers_; }
   std::uint32_t count(BlockState state) const noexcept { return counts_[static_cast<std::size_t>(state)]; }
   std::uint32_t free_count() const noexcept { return count(BlockState::kFree); }
 
@@ -72,13 +83,14 @@ class BlockStore {
   // Frees blocks [first, first + n): bumps generations, retires those that wrap, clears tag and mark, coalesces.
   // REQUIRES: each is owned, and none is being filled.
   void release(std::uint32_t first, std::uint32_t n) noexcept;
-  // The free blocks among [first, first + n) become overlapped, so they cannot be taken. REQUIRES: the others are
-  // overlapped already.
-  void overlap(std::uint32_t first, std::uint32_t n) noexcept;
-  // The blocks become free again, with the same generations. REQUIRES: all of them are overlapped; n > 0.
-  void end_overlap(std::uint32_t first, std::uint32_t n) noexcept;
+  // Takes blocks number first, first + step, ... to state `to`. REQUIRES: this is a store with numbers that it is told;
+  // they are free; is_owned(to); `out` has room for n.
+  void place(std::uint32_t first, std::uint32_t step, std::uint32_t n, BlockState to, Address* out) noexcept;
+  // The block has no owner any more; or it is retired, then false. REQUIRES: as place(); it is owned, and not being
+  // filled.
+  bool unplace(std::uint32_t block) noexcept;
   // All free blocks become suspended, so they cannot be taken; and free again, with the same generations. REQUIRES, of
-  // both: no block is owned or overlapped.
+  // both: no block is owned.
   void suspend() noexcept;
   void resume() noexcept;
   // How many blocks have been freed, ever.
@@ -89,14 +101,14 @@ class BlockStore {
   AddressFault find(Address address) const noexcept {
     const auto prefix = static_cast<std::uint32_t>(address >> kMediumShift);
     const std::uint32_t block = block_of(address);
-    if ((prefix == own_prefix_ || prefix == local_prefix_) && block < capacity_ &&
+    if ((prefix == own_prefix_ || prefix == local_prefix_) && block < numbers_ &&
         meta_[block].releases() + first_generation_ == generation_of(address)) [[likely]] {
       return AddressFault::kNone;
     }
     return fault_of(address);
   }
 
-  // REQUIRES, here and below: block < capacity().
+  // REQUIRES, here and below: block < numbers().
   BlockState state(std::uint32_t block) const noexcept { return meta(block).state(); }
   // One more than the last for a retired block.
   std::uint32_t generation(std::uint32_t block) const noexcept { return meta(block).releases() + first_generation_; }
@@ -138,33 +150,31 @@ class BlockStore {
   void audit() const;
 
  private:
-  struct FreeMemory {
-    void operator()(BlockMeta* memory) const noexcept { std::free(memory); }
-  };
-  using MetaArray = std::unique_ptr<BlockMeta[], FreeMemory>;
-
-  static MetaArray make_meta(std::uint32_t blocks);
+  BlockStore(Medium medium, std::uint32_t blocks, std::uint32_t numbers, bool has_free_set,
+             std::uint32_t first_generation, std::uint32_t last_generation);
 
   const BlockMeta& meta(std::uint32_t block) const noexcept {
-    KVPOOL_DCHECK(block < capacity_);
+    KVPOOL_DCHECK(block < numbers_);
     return meta_[block];
   }
   BlockMeta& owned_meta(std::uint32_t block) noexcept {
-    KVPOOL_DCHECK(block < capacity_ && is_owned(meta_[block].state()));
+    KVPOOL_DCHECK(block < numbers_ && is_owned(meta_[block].state()));
     return meta_[block];
   }
   // The releases of a block in its last generation. A retired block has one more, which no address can match.
   std::uint32_t releases_max() const noexcept { return last_generation_ - first_generation_; }
   AddressFault fault_of(Address address) const noexcept;
-  // The free blocks among [first, first + n) leave the free set, and become `to`, which is no owned state.
-  void withdraw(std::uint32_t first, std::uint32_t n, BlockState to) noexcept;
-  // Blocks [first, first + n), all in state `from`, return to it.
-  void put_back(std::uint32_t first, std::uint32_t n, BlockState from) noexcept;
+  // visit(first, n) for each maximal run of blocks in that state, which visit may change.
+  template <class Visit>
+  void for_each_run_in(BlockState state, Visit&& visit);
+  void move_run(std::uint32_t first, std::uint32_t n, BlockState from, BlockState to) noexcept;
   // Blocks [first, first + n), which have left the free set, become `to`.
   void hand_out(std::uint32_t first, std::uint32_t n, BlockState to, Address* out) noexcept;
 
   MetaArray meta_;
   std::uint32_t capacity_;
+  std::uint32_t numbers_;
+  bool has_free_set_;
   std::uint32_t first_generation_;
   std::uint32_t last_generation_;
   std::uint32_t local_prefix_;  // instance and medium as an address has them, for instance 0

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <string>
+#include <type_traits>
 
 #include "kvpool/base/error.h"
 
@@ -14,14 +15,17 @@ std::uint32_t checked_units(std::uint32_t block_units) {
   throw Error(ErrorCode::kArgument, "a block has at least one unit");
 }
 
-// visit(medium, first, n) for every run of blocks whose addresses ascend in the list.
-template <class Visit>
-void for_each_run(const Address* addresses, std::size_t n, Visit&& visit) {
+using One = std::integral_constant<std::uint32_t, 1>;
+
+// visit(medium, first, n) for every run of blocks whose numbers ascend in the list by `step`.
+template <class Step, class Visit>
+void for_each_run(const Address* addresses, std::size_t n, Step step, Visit&& visit) {
   for (std::size_t i = 0; i < n;) {
     const std::uint32_t first = block_of(addresses[i]);
     const std::uint32_t bits = medium_bits_of(addresses[i]);
     std::uint32_t run = 1;
-    while (i + run < n && block_of(addresses[i + run]) == first + run && medium_bits_of(addresses[i + run]) == bits) {
+    while (i + run < n && block_of(addresses[i + run]) == first + run * step &&
+           medium_bits_of(addresses[i + run]) == bits) {
       ++run;
     }
     visit(static_cast<Medium>(bits), first, run);
@@ -37,7 +41,9 @@ CacheBlocks::CacheBlocks(BlockSpace& space, const CacheShape& shape)
       block_units_(checked_units(shape.block_units)),
       engine_allocates_(shape.engine_allocates),
       shared_(space.shared()),
-      stores_{make_store(Medium::kHbm, shape), make_store(Medium::kDram, shape), make_store(Medium::kDisk, shape)} {
+      stores_{make_store(Medium::kHbm, shape), make_store(Medium::kDram, shape), make_store(Medium::kDisk, shape)},
+      pieces_{make_pieces(Medium::kHbm, shape), make_pieces(Medium::kDram, shape), make_pieces(Medium::kDisk, shape)},
+      piece_units_(shape.pieces) {
   static_assert(kMedia.size() == 3, "each has its store");
   space_.enter(*this);
 }
@@ -46,7 +52,19 @@ CacheBlocks::~CacheBlocks() { space_.leave(*this); }
 
 BlockStore CacheBlocks::make_store(Medium medium, const CacheShape& shape) const {
   const auto range = space_.generations_of(number(), medium, shape.first_generations[medium]);
-  return BlockStore(medium, space_.capacity(medium) / block_units_, range.first, range.last);
+  const std::uint32_t blocks = space_.blocks(medium, block_units_);
+  if (!shared_) return BlockStore(medium, blocks, range.first, range.last);
+  return BlockStore(medium, blocks, BlockStore::Placed{space_.numbers(medium, block_units_)}, range.first, range.last);
+}
+
+BlockPieces CacheBlocks::make_pieces(Medium medium, const CacheShape& shape) const {
+  if (shape.pieces == 0 || block_units_ % shape.pieces != 0 || (shape.pieces > 1 && !shared_)) {
+    throw Error(ErrorCode::kArgument,
+                std::to_string(shape.pieces) + " pieces of a block of " + std::to_string(block_units_) +
+                    " units: each must have as many whole units, of a space for several caches",
+                {{"pieces", shape.pieces}, {"units", block_units_}});
+  }
+  return {stores_[medium].numbers(), stores_[medium].capacity(), shape.pieces, block_units_ / shape.pieces};
 }
 
 void CacheBlocks::check_instance(std::uint32_t instance) const {
@@ -79,20 +97,19 @@ std::size_t CacheBlocks::capacity(MediumChoice choice) const noexcept {
 
 bool CacheBlocks::take(std::size_t n, MediumChoice choice, BlockState to, Address* out) noexcept {
   if (!choice.is_mixed()) return take_from(static_cast<Medium>(choice.code()), n, to, out);
-  const std::size_t in_hbm =
-      gives(choice, Medium::kHbm) ? std::min<std::size_t>(n, store(Medium::kHbm).free_count()) : 0;
-  if (n - in_hbm > store(Medium::kDram).free_count()) return false;
+  const std::size_t in_hbm = gives(choice, Medium::kHbm) ? free_blocks(Medium::kHbm, n) : 0;
+  if (free_blocks(Medium::kDram, n - in_hbm) < n - in_hbm) return false;
   return take_from(Medium::kHbm, in_hbm, to, out) && take_from(Medium::kDram, n - in_hbm, to, out + in_hbm);
 }
 
 std::size_t CacheBlocks::takeable(std::size_t n, Medium medium) const noexcept {
-  n = std::min<std::size_t>(n, store(medium).free_count());
+  n = free_blocks(medium, n);
   return space_.has_quotas() ? std::min(n, space_.may_take(*this, medium)) : n;
 }
 
 std::size_t CacheBlocks::cacheable(Medium medium) const noexcept {
-  const std::size_t free = store(medium).free_count();
-  return space_.has_quotas() ? std::min(free, space_.may_cache(*this, medium)) : free;
+  const std::size_t most = space_.has_quotas() ? space_.may_cache(*this, medium) : SIZE_MAX;
+  return free_blocks(medium, most);
 }
 
 bool CacheBlocks::take_within(std::size_t n, MediumChoice choice, BlockState to, Address* out) noexcept {
@@ -111,27 +128,66 @@ bool CacheBlocks::take_within(std::size_t n, MediumChoice choice, BlockState to,
 bool CacheBlocks::take_from(Medium medium, std::size_t n, BlockState to, Address* out) noexcept {
   BlockStore& blocks = stores_[medium];
   if (hbm_closed_ && medium == Medium::kHbm && n > 0) return false;
-  if (n > blocks.free_count() || !blocks.take(static_cast<std::uint32_t>(n), to, out)) return false;
   if (shared_) [[unlikely]] {
-    for_each_run(out, n, [&](Medium, std::uint32_t first, std::uint32_t run) {
-      space_.occupy(*this, medium, first * block_units_, run * block_units_);
-    });
+    return take_units(medium, n, to, out);
   }
+  return n <= blocks.free_count() && blocks.take(static_cast<std::uint32_t>(n), to, out);
+}
+
+// A block that is taken whole leaves room for as many pieces fewer as it has: its units are as many times those of a
+// piece, from the front of one run. So if the pieces of all fit before, they fit when some are taken whole.
+bool CacheBlocks::take_units(Medium medium, std::size_t n, BlockState to, Address* out) noexcept {
+  if (free_blocks(medium, n) < n) return false;
+  UnitSet& units = space_.mutable_units(medium);
+  const std::size_t whole = pieces_count() == 1 ? n : units.fits(block_units_, n);
+  units.take(block_units_, whole, number(), [&](std::uint32_t first, std::uint32_t count) {
+    stores_[medium].place(first, block_units_, count, to, out);
+    out += count;
+  });
+  for (std::size_t i = whole; i < n; ++i) take_scattered(medium, to, out++);
   return true;
+}
+
+void CacheBlocks::take_scattered(Medium medium, BlockState to, Address* out) noexcept {
+  UnitSet& units = space_.mutable_units(medium);
+  const std::uint32_t size = run_units();
+  std::size_t piece = 0;
+  units.take(size, piece_units_.size(), number(), [&](std::uint32_t first, std::uint32_t count) {
+    for (std::uint32_t i = 0; i < count; ++i) piece_units_[piece++] = first + i * size;
+  });
+  std::ranges::sort(piece_units_);  // pieces that lie one after another are read one after another
+  const std::uint32_t block = piece_units_[0];
+  for (const std::uint32_t first : piece_units_) units.set_block(first, block);
+  pieces_[medium].scatter(block, piece_units_);
+  stores_[medium].place(block, 1, 1, to, out);
 }
 
 bool CacheBlocks::take_block(Medium medium, std::uint32_t block, BlockState to, Address* out) noexcept {
+  KVPOOL_DCHECK(!shared_);
   if (hbm_closed_ && medium == Medium::kHbm) return false;
-  if (!stores_[medium].take_block(block, to, out)) return false;
-  if (shared_) [[unlikely]] {
-    space_.occupy(*this, medium, block * block_units_, block_units_);
-  }
-  return true;
+  return stores_[medium].take_block(block, to, out);
+}
+
+FreeRuns CacheBlocks::free_runs(Medium medium) const noexcept {
+  if (!shared_) return store(medium).free_runs();
+  const UnitSet& units = space_.unit_set(medium);
+  return {units.free_runs(), units.longest_free() / block_units_};
 }
 
 void CacheBlocks::release(const Address* addresses, std::size_t n) noexcept {
-  for_each_run(addresses, n,
+  if (shared_) [[unlikely]] {
+    return for_each_run(addresses, n, block_units_, [&](Medium medium, std::uint32_t first, std::uint32_t run) {
+      release_units(medium, first, run);
+    });
+  }
+  for_each_run(addresses, n, One{},
                [&](Medium medium, std::uint32_t first, std::uint32_t run) { release_run(medium, first, run); });
+}
+
+void CacheBlocks::wait_for_readers(Medium medium, std::uint32_t block) noexcept {
+  stores_[medium].set_state(block, BlockState::kReserved);
+  stores_[medium].set_tag(block, kUnreadTag);
+  ++unread_[medium];
 }
 
 void CacheBlocks::release_run(Medium medium, std::uint32_t first, std::uint32_t n) noexcept {
@@ -140,66 +196,41 @@ void CacheBlocks::release_run(Medium medium, std::uint32_t first, std::uint32_t 
   std::uint32_t unread = first;  // [unread, block) can go
   for (std::uint32_t block = first; !readers.empty() && block < end; ++block) {
     if (readers[block] == 0) continue;
-    stores_[medium].set_state(block, BlockState::kReserved);
-    stores_[medium].set_tag(block, kUnreadTag);
-    ++unread_[medium];
-    release_unread(medium, unread, block - unread);
+    wait_for_readers(medium, block);
+    if (block > unread) stores_[medium].release(unread, block - unread);
     unread = block + 1;
   }
-  release_unread(medium, unread, end - unread);
+  if (end > unread) stores_[medium].release(unread, end - unread);
 }
 
-// Of blocks that nobody reads.
-void CacheBlocks::release_unread(Medium medium, std::uint32_t first, std::uint32_t n) noexcept {
-  if (n == 0) return;
-  BlockStore& blocks = stores_[medium];
-  const std::uint32_t retired = blocks.count(BlockState::kRetired);
-  blocks.release(first, n);
-  if (!shared_) [[likely]] {
-    return;
+// Blocks that lie one after another in the units of a space.
+void CacheBlocks::release_units(Medium medium, std::uint32_t first, std::uint32_t n) noexcept {
+  const std::uint32_t size = block_units_;
+  const std::uint32_t end = first + n * size;
+  std::uint32_t freed = first;  // the blocks of units [freed, block) are nobody's
+  const auto give_back = [&](std::uint32_t to) {
+    if (to > freed) space_.mutable_units(medium).give_back(freed, size, (to - freed) / size);
+    freed = to + size;
+  };
+  for (std::uint32_t block = first; block < end; block += size) {
+    if (is_read(medium, block)) {
+      wait_for_readers(medium, block);
+    } else if (stores_[medium].unplace(block)) {
+      if (pieces_[medium].whole(block)) continue;
+      for_each_extent(medium, block, [&](std::uint32_t piece, std::uint32_t units) {
+        space_.mutable_units(medium).give_back(piece, units, 1);
+      });
+      pieces_[medium].forget(block);
+    }
+    give_back(block);  // this one keeps its units: it is read, or retired, or lies elsewhere
   }
-  if (blocks.count(BlockState::kRetired) == retired) [[likely]] {
-    return space_.vacate(*this, medium, first * block_units_, n * block_units_);
-  }
-  const std::uint32_t end = first + n;
-  for (std::uint32_t block = first; block < end; ++block) {
-    const std::uint32_t run = block;
-    while (block < end && blocks.state(block) == BlockState::kFree) ++block;
-    // What is retired keeps its units.
-    if (block > run) space_.vacate(*this, medium, run * block_units_, (block - run) * block_units_);
-  }
-}
-
-// --- blocks of other caches ---
-
-void CacheBlocks::overlap(Medium medium, std::uint32_t first_unit, std::uint32_t units) noexcept {
-  BlockStore& blocks = stores_[medium];
-  const std::uint32_t first = first_unit / block_units_;
-  const std::uint32_t end = std::min((first_unit + units - 1) / block_units_ + 1, blocks.capacity());
-  if (first < end) blocks.overlap(first, end - first);
-}
-
-void CacheBlocks::overlap_taken(Medium medium, const UnitMap& taken) noexcept {
-  for (std::uint32_t block = 0; block < store(medium).capacity(); ++block) {
-    if (taken.any(block * block_units_, block_units_)) stores_[medium].overlap(block, 1);
-  }
-}
-
-void CacheBlocks::end_overlap(Medium medium, std::uint32_t first_unit, std::uint32_t units,
-                              const UnitMap& taken) noexcept {
-  BlockStore& blocks = stores_[medium];
-  std::uint32_t first = first_unit / block_units_;
-  std::uint32_t end = std::min((first_unit + units - 1) / block_units_ + 1, blocks.capacity());
-  // Only at the ends can a block have units besides these.
-  if (first < end && taken.any(first * block_units_, block_units_)) ++first;
-  if (first < end && taken.any((end - 1) * block_units_, block_units_)) --end;
-  if (first < end) blocks.end_overlap(first, end - first);
+  give_back(end);
 }
 
 std::uint32_t CacheBlocks::generation_after(Medium medium) const noexcept {
   const BlockStore& blocks = store(medium);
   std::uint32_t after = 0;
-  for (std::uint32_t block = 0; block < blocks.capacity(); ++block) {
+  for (std::uint32_t block = 0; block < blocks.numbers(); ++block) {
     // The generation of a block that is free has not been given out yet.
     const std::uint32_t next = blocks.generation(block) + (is_owned(blocks.state(block)) ? 1 : 0);
     after = std::max(after, next);
@@ -237,7 +268,7 @@ void CacheBlocks::check(Address address, std::size_t position, std::optional<Blo
       break;
     case AddressFault::kOutOfRange:
       fail(ErrorCode::kArgument, std::string(medium_name(blocks.medium())) + " has " +
-                                     std::to_string(blocks.capacity()) + " blocks, and this is block " +
+                                     std::to_string(blocks.numbers()) + " blocks, and this is block " +
                                      std::to_string(block));
       break;
     default:
@@ -352,7 +383,7 @@ void CacheBlocks::check_filled(Address address, std::size_t position) const {
 
 void CacheBlocks::hold_for_reading(const Address* addresses, std::size_t n, std::uint64_t for_incarnation) {
   for (const Medium medium : kMedia) {
-    if (readers_[medium].empty()) readers_[medium].resize(store(medium).capacity());
+    if (readers_[medium].empty()) readers_[medium].resize(store(medium).numbers());
   }
   for (std::size_t i = 0; i < n; ++i) {
     try {
@@ -397,7 +428,7 @@ void CacheBlocks::release_reading(const Address* addresses, std::size_t n) noexc
     const std::uint32_t block = block_of(addresses[i]);
     if (--readers_[medium][block] > 0 || !is_unread(addresses[i])) continue;
     --unread_[medium];
-    release_unread(medium, block, 1);
+    release(&addresses[i], 1);
   }
 }
 

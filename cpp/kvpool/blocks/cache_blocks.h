@@ -19,6 +19,7 @@
 // it. Every method that throws has changed nothing.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -27,6 +28,7 @@
 
 #include "kvpool/base/address.h"
 #include "kvpool/base/medium.h"
+#include "kvpool/blocks/block_pieces.h"
 #include "kvpool/blocks/block_space.h"
 #include "kvpool/blocks/block_store.h"
 
@@ -53,6 +55,9 @@ struct BlockOwner {
 
 struct CacheShape {
   std::uint32_t block_units = 1;  // of each block
+  // Into how many pieces of equal size a block may be cut that finds no run for all of it; in a space with several
+  // caches.
+  std::uint32_t pieces = 1;
   // By medium. Used while the space has no other cache; with several, the space makes their ranges disjoint.
   MediumMap<std::uint32_t> first_generations = same_for_all_media(std::uint32_t{1});
   bool engine_allocates = false;  // an engine allocates its HBM blocks (L3)
@@ -65,8 +70,8 @@ class CacheBlocks {
   // Mark of a block that is being filled, to which nothing comes any more.
   static constexpr std::uint32_t kNeverFilled = UINT32_MAX;
 
-  // Has as many blocks as fit into the units of each medium. `space` outlives this. Throws kArgument for a size of 0,
-  // kState when the space already has its maximum of caches, kOutOfMemory.
+  // Has at most as many blocks as fit into the units of each medium. `space` outlives this. Throws kArgument for a size
+  // of 0, kState when the space already has its maximum of caches, kOutOfMemory.
   CacheBlocks(BlockSpace& space, const CacheShape& shape);
   ~CacheBlocks();
   CacheBlocks(const CacheBlocks&) = delete;
@@ -109,6 +114,25 @@ class CacheBlocks {
   }
   // The number of blocks, free or not; for MIXED, of those that take() can use.
   std::size_t capacity(MediumChoice choice) const noexcept;
+  // How many blocks take() can take now, of `most` that somebody wants. In a space with several caches only blocks
+  // count that find a run of units for all of them, or for each of their pieces; counting visits runs.
+  std::size_t free_blocks(Medium medium, std::size_t most = SIZE_MAX) const noexcept {
+    const std::size_t at_most = std::min<std::size_t>(store(medium).free_count(), most);
+    if (shared_) [[unlikely]] {
+      return space_.unit_set(medium).fits(run_units(), at_most * pieces_count()) / pieces_count();
+    }
+    return at_most;
+  }
+  // Units of the shortest run that take() can use.
+  std::uint32_t run_units() const noexcept { return block_units_ / pieces_count(); }
+  // Where blocks lie, if the space has several caches. A block that has an owner may be read without the lock.
+  const BlockPieces& pieces(Medium medium) const noexcept { return pieces_[medium]; }
+  std::uint32_t pieces_count() const noexcept { return pieces_[Medium::kHbm].pieces(); }
+  // Blocks without an owner for which there are no units, or no run of them, because other caches have blocks there.
+  std::uint32_t displaced(Medium medium) const noexcept {
+    return shared_ ? store(medium).free_count() - static_cast<std::uint32_t>(free_blocks(medium)) : 0;
+  }
+  FreeRuns free_runs(Medium medium) const noexcept;
 
   // --- HBM that the engine takes back for a while (cache_blocks_suspend.cpp) ---
 
@@ -136,7 +160,7 @@ class CacheBlocks {
   std::size_t takeable(std::size_t n, Medium medium) const noexcept;
   // Free blocks that the limit leaves for cached content.
   std::size_t cacheable(Medium medium) const noexcept;
-  // Takes exactly this block; false if it is not free or does not exist.
+  // Takes exactly this block; false if it is not free or does not exist. REQUIRES: the space has no other caches.
   bool take_block(Medium medium, std::uint32_t block, BlockState to, Address* out) noexcept;
   // Frees blocks, run by run; blocks that a transfer reads become free after it has read them. REQUIRES: they are
   // local, not free, and without duplicates.
@@ -219,8 +243,11 @@ class CacheBlocks {
   };
 
   BlockStore make_store(Medium medium, const CacheShape& shape) const;
+  BlockPieces make_pieces(Medium medium, const CacheShape& shape) const;
   BlockStore& own(Address address) noexcept { return stores_[medium_of(address)]; }
   bool take_from(Medium medium, std::size_t n, BlockState to, Address* out) noexcept;
+  bool take_units(Medium medium, std::size_t n, BlockState to, Address* out) noexcept;
+  void take_scattered(Medium medium, BlockState to, Address* out) noexcept;
   // Whether the block was freed, and waits for its readers (L2).
   bool is_unread(Address address) const noexcept {
     const BlockStore& blocks = store_of(address);
@@ -229,24 +256,28 @@ class CacheBlocks {
   }
   void check_not_read(Address address, std::size_t position) const;
   void release_run(Medium medium, std::uint32_t first, std::uint32_t n) noexcept;
-  void release_unread(Medium medium, std::uint32_t first, std::uint32_t n) noexcept;
+  void release_units(Medium medium, std::uint32_t first, std::uint32_t n) noexcept;
+  // A block that is freed while a transfer reads it waits for its readers (L2).
+  void wait_for_readers(Medium medium, std::uint32_t block) noexcept;
 
   // --- for the space ---
 
-  // From now on blocks that contain one of these units cannot be taken.
-  void overlap(Medium medium, std::uint32_t first_unit, std::uint32_t units) noexcept;
-  void overlap_taken(Medium medium, const UnitMap& taken) noexcept;
-  // These units are free: blocks that contain some of them and no taken unit become free.
-  void end_overlap(Medium medium, std::uint32_t first_unit, std::uint32_t units, const UnitMap& taken) noexcept;
+  // visit(first, units) for each extent of the block.
+  template <class Visit>
+  void for_each_extent(Medium medium, std::uint32_t block, Visit&& visit) const {
+    const BlockPieces& pieces = pieces_[medium];
+    if (pieces.whole(block)) return visit(block, block_units_);
+    for (const std::uint32_t first : pieces.units_of(block)) visit(first, pieces.piece_units());
+  }
   // A generation above all that were given out.
   std::uint32_t generation_after(Medium medium) const noexcept;
-  // visit(block, reusable) for each block that is neither free nor overlapped. Reusable: nothing can write or reads it.
+  // visit(block, reusable) for each block that is not free. Reusable: nothing can write or reads it.
   template <class Visit>
   void for_each_owned(Medium medium, Visit&& visit) const {
     const BlockStore& blocks = store(medium);
-    for (std::uint32_t block = 0; block < blocks.capacity(); ++block) {
+    for (std::uint32_t block = 0; block < blocks.numbers(); ++block) {
       const BlockState state = blocks.state(block);
-      if (state == BlockState::kFree || state == BlockState::kOverlapped || state == BlockState::kSuspended) continue;
+      if (state == BlockState::kFree || state == BlockState::kSuspended) continue;
       const bool read = !readers_[medium].empty() && readers_[medium][block] > 0;
       visit(block, state == BlockState::kHistorical && !read && !store(medium).filling(block));
     }
@@ -260,6 +291,8 @@ class CacheBlocks {
   bool hbm_closed_ = false;
   bool hbm_suspended_ = false;
   MediumMap<BlockStore> stores_;
+  MediumMap<BlockPieces> pieces_;
+  std::vector<std::uint32_t> piece_units_;         // of a block that is being scattered
   MediumMap<std::vector<std::uint16_t>> readers_;  // of each block; empty until the first transfer
   std::uint64_t check_stamp_ = kUnreadTag;         // tags active blocks while a list is checked for duplicates
   MediumMap<std::uint32_t> unread_{};              // blocks that were freed and wait for their readers (L2)

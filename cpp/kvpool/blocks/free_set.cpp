@@ -1,5 +1,6 @@
 #include "kvpool/blocks/free_set.h"
 
+#include <algorithm>
 #include <string>
 
 #include "kvpool/base/check.h"
@@ -45,6 +46,20 @@ std::uint32_t FreeSet::longest() const noexcept {
   if (trie_root_ != kNone) return trie_longest();
   const std::uint32_t bin = bins_used_.last_below(kShortMax);
   return bin == Bitmap4096::kNone ? kNone : bins_[bin];
+}
+
+std::size_t FreeSet::fits(std::uint32_t n, std::size_t most) const noexcept {
+  std::size_t found = trie_fits(trie_root_, n, most);
+  if (n > kShortMax) return found;
+  for (std::uint32_t bin = bins_used_.first_from(n - 1); bin != Bitmap4096::kNone && found < most;
+       bin = bin + 1 < kShortMax ? bins_used_.first_from(bin + 1) : Bitmap4096::kNone) {
+    std::uint32_t head = bins_[bin];
+    do {
+      found += (bin + 1) / n;
+      head = low_link(meta_[head].tag);
+    } while (head != bins_[bin] && found < most);
+  }
+  return std::min(found, most);
 }
 
 void FreeSet::remove_front(std::uint32_t head, std::uint32_t n) noexcept {
@@ -257,47 +272,65 @@ std::uint32_t FreeSet::trie_longest() const noexcept {
   return best;
 }
 
-void FreeSet::audit(const char* name) const {
+// The nodes below `node` too. At most 48 calls deep.
+std::size_t FreeSet::trie_fits(std::uint32_t node, std::uint32_t n, std::size_t most) const noexcept {
+  if (node == kNone) return 0;
+  std::size_t found = meta_[node].mark / n;
+  if (found < most) found += trie_fits(trie_child(node, 1), n, most - found);
+  if (found < most) found += trie_fits(trie_child(node, 0), n, most - found);
+  return std::min(found, most);
+}
+
+void FreeSet::audit(const char* name, TakenLength taken_length) const {
   // Every linked run is a maximal run (audit_bins, audit_trie), none is linked twice (their links are injective), and
   // there are as many of them as maximal runs: so every maximal run is linked once.
-  const std::uint64_t runs = audit_runs(name);
+  const std::uint64_t runs = audit_runs(name, taken_length);
   if (runs != runs_) audit_failed(name, "the number of runs is not what was counted", 0);
   const std::uint64_t linked = audit_bins(name) + audit_trie(name, trie_root_, 0, 0);
   if (linked != runs) audit_failed(name, "a run is not linked", 0);
 }
 
 // F1 without the links, and F4, in one walk. Returns the number of maximal runs.
-std::uint64_t FreeSet::audit_runs(const char* name) const {
-  if (!sectors_used_.consistent()) audit_failed(name, "the bitmap of sectors contradicts itself", 0);
+std::uint64_t FreeSet::audit_runs(const char* name, TakenLength taken_length) const {
   std::uint64_t runs = 0;
-  std::uint32_t sector_heads = 0;
+  std::array<std::uint16_t, kSectors> sector_heads{};
   std::uint32_t head = kNone;  // of the run that the walk is in
-  for (std::uint32_t block = 0; block < blocks_; ++block) {
+  for (std::uint32_t block = 0; block < blocks_;) {
     const BlockMeta& meta = meta_[block];
-    if (meta.is_free()) {
-      const bool first = is_head(block);
-      if (first) {
-        head = block;
-        ++runs;
-        ++sector_heads;
-      }
-      if (is_tail(block)) {
-        const std::uint32_t length = block - head + 1;
-        if (meta.mark != length) audit_failed(name, "the tail of a run has a wrong length", block);
-        if (meta_[head].mark != length) audit_failed(name, "the head of a run has a wrong length", head);
-      } else if (!first && meta.mark != 0) {
-        audit_failed(name, "a block inside a run has a mark", block);
-      }
-      if (!first && meta.tag != 0) audit_failed(name, "a free block that is no head has a tag", block);
+    if (!meta.is_free()) {
+      const std::uint32_t taken = taken_length(meta);
+      if (taken == 0 || taken > blocks_ - block) audit_failed(name, "what is taken has a wrong length", block);
+      block += taken;
+      continue;
     }
-    const std::uint32_t sector = block >> sector_shift_;
-    if (block + 1 == blocks_ || (block + 1) >> sector_shift_ != sector) {
-      if (sector_heads_[sector] != sector_heads) audit_failed(name, "a sector counts its heads wrong", block);
-      if (sectors_used_.test(sector) != (sector_heads != 0)) audit_failed(name, "a sector has a wrong bit", block);
-      sector_heads = 0;
+    const bool first = is_head(block);
+    if (first) {
+      head = block;
+      ++runs;
+      ++sector_heads[block >> sector_shift_];
     }
+    if (is_tail(block)) {
+      const std::uint32_t length = block - head + 1;
+      if (meta.mark != length) audit_failed(name, "the tail of a run has a wrong length", block);
+      if (meta_[head].mark != length) audit_failed(name, "the head of a run has a wrong length", head);
+    } else if (!first && meta.mark != 0) {
+      audit_failed(name, "a block inside a run has a mark", block);
+    }
+    if (!first && meta.tag != 0) audit_failed(name, "a free block that is no head has a tag", block);
+    ++block;
   }
+  audit_sectors(name, sector_heads);
   return runs;
+}
+
+// F4, when the heads that there are have been counted.
+void FreeSet::audit_sectors(const char* name, const std::array<std::uint16_t, kSectors>& heads) const {
+  if (!sectors_used_.consistent()) audit_failed(name, "the bitmap of sectors contradicts itself", 0);
+  for (std::uint32_t sector = 0; sector < kSectors; ++sector) {
+    const std::uint32_t block = sector << sector_shift_;
+    if (sector_heads_[sector] != heads[sector]) audit_failed(name, "a sector counts its heads wrong", block);
+    if (sectors_used_.test(sector) != (heads[sector] != 0)) audit_failed(name, "a sector has a wrong bit", block);
+  }
 }
 
 // F2. Returns the number of runs in bins. REQUIRES: audit_runs has passed, so a head's mark is its run's length.

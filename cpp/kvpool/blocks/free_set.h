@@ -1,4 +1,4 @@
-// The free blocks of one medium as maximal runs, with exact best fit.
+// The free blocks, or units, of one medium as maximal runs, with exact best fit.
 //
 // Invariants
 //   F1  Every maximal run of free blocks has its length in the mark of its head and of its tail, and is linked exactly
@@ -13,13 +13,17 @@
 // order, and O(1).
 //
 // Cost: best_fit, longest, remove_front and insert are O(1) for short runs, and take at most 48 steps for longer ones.
-// remove scans back to the head of the run, by sectors: at most capacity / 2048 blocks.
+// remove scans back to the head of the run, by sectors: at most capacity / 2048 blocks. fits visits runs that are long
+// enough, the long ones first, until it has found what was wanted.
 //
-// Memory: the links lie in the metadata of the free blocks themselves; the set has a fixed size.
-// Thread-safety: none. Nothing allocates. The store owns the metadata, which outlives the set.
+// Memory: the links lie in the metadata of the free blocks themselves; the set has a fixed size. Of blocks that are not
+// free it reads the states alone, and only of those next to a free run: so the owner of long runs may leave the
+// metadata inside them zero. Thread-safety: none. Nothing allocates. The store owns the metadata, which outlives the
+// set.
 #pragma once
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 
 #include "kvpool/blocks/bitmap4096.h"
@@ -44,6 +48,8 @@ class FreeSet {
   std::uint32_t best_fit(std::uint32_t n) const noexcept;
   // The head of the longest run, or kNone.
   std::uint32_t longest() const noexcept;
+  // How many pieces of n blocks the runs have, each within one run; `most` if they have more. REQUIRES: n > 0.
+  std::size_t fits(std::uint32_t n, std::size_t most) const noexcept;
   // REQUIRES: `head` is the head of a run.
   std::uint32_t length(std::uint32_t head) const noexcept { return meta_[head].mark; }
 
@@ -56,8 +62,11 @@ class FreeSet {
   // n > 0.
   void insert(std::uint32_t first, std::uint32_t n) noexcept;
 
+  // How many blocks are taken together, from one that is not free: the others are not looked at.
+  using TakenLength = std::uint32_t (*)(const BlockMeta& first);
+  static std::uint32_t one_by_one(const BlockMeta& /*first*/) noexcept { return 1; }
   // Checks F1 to F4 against the states of all blocks. Throws Error(kAudit); `name` names the set in the error.
-  void audit(const char* name) const;
+  void audit(const char* name, TakenLength taken_length = one_by_one) const;
 
  private:
   bool is_head(std::uint32_t block) const noexcept { return block == 0 || !meta_[block - 1].is_free(); }
@@ -78,8 +87,10 @@ class FreeSet {
   void trie_remove(std::uint32_t head) noexcept;
   std::uint32_t trie_best_fit(std::uint32_t n) const noexcept;
   std::uint32_t trie_longest() const noexcept;
+  std::size_t trie_fits(std::uint32_t node, std::uint32_t n, std::size_t most) const noexcept;
 
-  std::uint64_t audit_runs(const char* name) const;
+  std::uint64_t audit_runs(const char* name, TakenLength taken_length) const;
+  void audit_sectors(const char* name, const std::array<std::uint16_t, kSectors>& heads) const;
   std::uint64_t audit_bins(const char* name) const;
   std::uint64_t audit_trie(const char* name, std::uint32_t node, std::uint64_t prefix, int depth) const;
 

@@ -38,7 +38,7 @@ QuotaModel BlockSpace::model_of(const Seat& seat, Medium medium) noexcept {
   QuotaModel model{seat.rules[medium]};
   if (seat.cache == nullptr) return model;
   const BlockStore& blocks = seat.cache->store(medium);
-  const std::uint32_t owned = blocks.capacity() - blocks.free_count() - blocks.count(BlockState::kOverlapped);
+  const std::uint32_t owned = blocks.capacity() - blocks.free_count();
   std::uint32_t historical = seat.cache->unread(medium);  // nobody's, as soon as a transfer has read them
   if (seat.cached != nullptr) historical += seat.cached->unpinned_blocks(medium);
   historical = std::min(historical, owned);

@@ -19,9 +19,11 @@ PoolStats PromptCache::stats() const noexcept {
     for (int state = 0; state < kBlockStateCount; ++state) {
       counts.by_state[static_cast<std::size_t>(state)] = blocks.count(static_cast<BlockState>(state));
     }
+    counts.displaced = blocks_.displaced(medium);
+    counts.by_state[static_cast<std::size_t>(BlockState::kFree)] -= counts.displaced;
     counts.evictable = static_cast<std::uint32_t>(evictable(medium));
-    counts.free_runs = blocks.free_runs();
-    stats.metadata_bytes += blocks.metadata_bytes();
+    counts.free_runs = blocks_.free_runs(medium);
+    stats.metadata_bytes += blocks.metadata_bytes() + blocks_.pieces(medium).metadata_bytes();
   }
   for (int value_class = 0; value_class < kValueClassCount; ++value_class) {
     stats.index_blocks += index_.pages(static_cast<ValueClass>(value_class));

@@ -44,6 +44,7 @@ KeyedCache::KeyedCache(std::shared_ptr<Pool> pool, std::size_t key_bytes, std::s
       index_(key_bytes),
       dropped_(blocks_max_) {
   pool_->guard();
+  pool_->check_whole("a keyed cache");
 }
 
 KeyedCache::~KeyedCache() { close(); }

@@ -45,11 +45,12 @@ SpaceShare own_space(const PoolOptions& options) {
 const SpaceShare& checked(const SpaceShare& share) {
   for (const Medium medium : kMedia) {
     const std::uint32_t units = share.space->capacity(medium);
-    const std::uint32_t blocks = share.block_units == 0 ? 0 : units / share.block_units;
+    const std::uint32_t blocks = share.block_units == 0 ? 0 : share.space->numbers(medium, share.block_units);
     if (share.arenas[medium] != nullptr && share.arenas[medium]->blocks() == blocks) continue;
     throw Error(ErrorCode::kArgument,
                 std::string(medium_name(medium)) + " of the space has " + std::to_string(units) +
-                    " units, which make " + std::to_string(blocks) + " blocks: that is what the arena is to have",
+                    " units, in which a block has one of " + std::to_string(blocks) +
+                    " places: that is what the arena is to have",
                 {{"units", units}, {"blocks", blocks}});
   }
   return share;
@@ -63,10 +64,11 @@ Pool::Pool(const PoolOptions& options, SpaceShare share)
     : executor_(std::make_unique<Executor>([this](const Error& why) { fail(why); })),
       memory_(std::make_unique<PoolMemory>(options, checked(share).arenas, guard_, *executor_)),
       space_(std::move(share.space)),
-      blocks_(std::make_unique<CacheBlocks>(
-          *space_,
-          CacheShape{
-              share.block_units, {first_generation(options), first_generation(options), 1}, options.engine_allocates})),
+      blocks_(
+          std::make_unique<CacheBlocks>(*space_, CacheShape{share.block_units,
+                                                            share.pieces,
+                                                            {first_generation(options), first_generation(options), 1},
+                                                            options.engine_allocates})),
       cache_(std::make_unique<PromptCache>(*blocks_, options.layout.block_tokens, options.policy, options.audit)),
       moves_(std::make_unique<TierMoves>(*blocks_, *cache_, *memory_, guard_, *this, *executor_)),
       allocator_(std::make_unique<PoolAllocator>(*blocks_, *cache_, *moves_, *memory_, guard_, options.zero_on_alloc)),
@@ -74,6 +76,7 @@ Pool::Pool(const PoolOptions& options, SpaceShare share)
       copies_(std::make_unique<CacheCopies>(*blocks_, *claims_, *memory_, *moves_, guard_, *this)),
       reclaimer_(std::move(share.reclaimer)) {
   claims_->set_lend_max(options.lend_max);
+  if (share.pieces > 1) memory_->set_pieces(*blocks_);
   if (reclaimer_ != nullptr) reclaimer_->enter(*blocks_, *cache_, *moves_);
 }
 

@@ -70,6 +70,28 @@ void Pool::free(const Address* addresses, std::size_t n) {
   cache_->audit_if_asked();
 }
 
+void Pool::check_whole(const char* what) const {
+  if (pieces() == 1) return;
+  throw Error(ErrorCode::kUnsupported,
+              std::string(what) +
+                  " needs blocks in one piece, and those of this pool may lie in several: load "
+                  "the model with pieces=\"whole\"");
+}
+
+std::uint32_t Pool::pieces() const noexcept { return blocks_->pieces_count(); }
+
+void Pool::block_table(const Address* addresses, std::size_t n, std::int32_t* out) const {
+  guard();
+  const SpaceLock lock = blocks_->lock();
+  for (std::size_t i = 0; i < n; ++i) {
+    blocks_->check(addresses[i], i, std::nullopt);
+    const BlockPieces& of = blocks_->pieces(medium_of(addresses[i]));
+    for (std::uint32_t piece = 0; piece < of.pieces(); ++piece) {
+      out[piece * n + i] = static_cast<std::int32_t>(of.unit_of(block_of(addresses[i]), piece));
+    }
+  }
+}
+
 void Pool::adopt(const std::uint32_t* blocks, std::size_t n, Address* out) {
   guard();
   if (!blocks_->engine_allocates()) {

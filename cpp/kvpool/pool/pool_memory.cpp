@@ -8,6 +8,7 @@
 #include "kvpool/arena/device_arena.h"
 #include "kvpool/base/error.h"
 #include "kvpool/blocks/adopted_pages.h"
+#include "kvpool/blocks/cache_blocks.h"
 #include "kvpool/blocks/device_mover.h"
 #include "kvpool/cuda/copier.h"
 #include "kvpool/cuda/order.h"
@@ -54,6 +55,15 @@ void check_pieces(const Arena& arena, const Layout& layout) {
       fail("cut a block where the layout does not: run " + std::to_string(i) + " of it has " + std::to_string(bytes) +
            " bytes, and the layout's pieces there end at " + std::to_string(whole));
     }
+  }
+}
+
+// The pieces of a block of a space.
+void zero_pieces(const Arena& arena, const BlockPieces& pieces, std::uint32_t block) {
+  const Segment& units = arena.segments().front();
+  const std::size_t bytes = arena.block_bytes() / pieces.pieces();
+  for (std::uint32_t piece = 0; piece < pieces.pieces(); ++piece) {
+    std::memset(units.base + pieces.unit_of(block, piece) * units.stride, 0, bytes);
   }
 }
 
@@ -144,10 +154,25 @@ void PoolMemory::zero(const Kept& kept, const Address* addresses, std::size_t n)
   for (std::size_t i = 0; i < n; ++i) {
     const Arena& arena = *kept.arenas[medium_of(addresses[i])];
     if (arena.on_device()) continue;
+    if (in_pieces_ != nullptr) {
+      zero_pieces(arena, in_pieces_->pieces(medium_of(addresses[i])), block_of(addresses[i]));
+      continue;
+    }
     for (const Segment& segment : arena.segments()) {
       std::memset(segment.base + block_of(addresses[i]) * segment.stride, 0, segment.bytes);
     }
   }
+}
+
+void PoolMemory::set_pieces(const CacheBlocks& blocks) {
+  in_pieces_ = &blocks;
+  if (!two_tiers_) return;
+  const Arena& hbm = *arenas_[Medium::kHbm];
+  const Arena& dram = *arenas_[Medium::kDram];
+  const BlockPieces& in_hbm = blocks.pieces(Medium::kHbm);
+  const BlockPieces& in_dram = blocks.pieces(Medium::kDram);
+  out_piece_copier_.emplace(hbm, in_hbm, dram, in_dram);
+  in_piece_copier_.emplace(dram, in_dram, hbm, in_hbm);
 }
 
 void PoolMemory::copy(TierWay way, const Address* from, const Address* to, std::size_t n, const CopyOrder& after) {
@@ -156,6 +181,9 @@ void PoolMemory::copy(TierWay way, const Address* from, const Address* to, std::
       throw Error(ErrorCode::kBusy, "no rank of this instance has joined", {{"retry_after_us", kRanksRetryAfterUs}});
     }
     return mover_->move(from, to, n);
+  }
+  if (in_pieces_ != nullptr) {
+    return (way == TierWay::kOut ? *out_piece_copier_ : *in_piece_copier_).run(copiers_.team(), from, to, n);
   }
   if (device_mover_ == nullptr)
     return (way == TierWay::kOut ? *out_copier_ : *in_copier_).run(copiers_.team(), from, to, n);

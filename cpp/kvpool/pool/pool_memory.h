@@ -21,6 +21,7 @@
 
 namespace kvpool {
 
+class CacheBlocks;
 class DeviceMover;
 class DeviceOrder;
 enum class TierWay : std::uint8_t;
@@ -60,6 +61,9 @@ class PoolMemory {
   void zero(const Kept& kept, const Address* addresses, std::size_t n);
   // Throws only for GPU memory; if the GPU is lost, the pool fails.
   void copy(TierWay way, const Address* from, const Address* to, std::size_t n, const CopyOrder& after);
+  // From now on blocks may lie in pieces, as `blocks` says, which outlives all copies. REQUIRES: the arenas are views
+  // of units; no copy yet.
+  void set_pieces(const CacheBlocks& blocks);
   // Sets the mover that copies instead of this, since the memory is in other processes. Null: none.
   void set_mover(TierMover* mover) noexcept { mover_ = mover; }
 
@@ -85,6 +89,10 @@ class PoolMemory {
   // HBM to DRAM and back, in ordinary memory, or between a GPU and the host.
   std::optional<BlockCopier> out_copier_;
   std::optional<BlockCopier> in_copier_;
+  // In their place when blocks may lie in pieces.
+  const CacheBlocks* in_pieces_ = nullptr;
+  std::optional<PieceCopier> out_piece_copier_;
+  std::optional<PieceCopier> in_piece_copier_;
   std::shared_ptr<DeviceMover> device_mover_;
   CopyThreads copiers_;
   TierMover* mover_ = nullptr;

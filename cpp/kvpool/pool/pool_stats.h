@@ -29,6 +29,7 @@ struct MediumCounts {
   std::uint32_t capacity = 0;
   std::array<std::uint32_t, kBlockStateCount> by_state{};
   std::uint32_t evictable = 0;  // of the historical ones: neither pinned nor being moved
+  std::uint32_t displaced = 0;  // of those without an owner: other caches of the space are in their way
   FreeRuns free_runs{};
 };
 

@@ -223,7 +223,7 @@ void PromptCache::set_instance(std::uint32_t instance) noexcept {
 std::size_t PromptCache::possible(MediumChoice medium) const noexcept {
   std::size_t blocks = 0;
   for (const Medium tier : kMedia) {
-    if (blocks_.gives(medium, tier)) blocks += blocks_.store(tier).free_count() + evictable(tier);
+    if (blocks_.gives(medium, tier)) blocks += blocks_.free_blocks(tier) + evictable(tier);
   }
   return blocks;
 }
@@ -236,20 +236,21 @@ void PromptCache::throw_out_of_blocks(std::size_t n, MediumChoice medium) const 
   std::int64_t active = 0;
   std::int64_t droppable = 0;
   std::int64_t historical = 0;
-  std::int64_t overlapped = 0;
+  std::int64_t displaced = 0;
   for (const Medium tier : kMedia) {
     if (!blocks_.gives(medium, tier)) continue;
-    free += blocks_.store(tier).free_count();
+    free += static_cast<std::int64_t>(blocks_.free_blocks(tier));
     active += blocks_.store(tier).count(BlockState::kActive);
     historical += blocks_.store(tier).count(BlockState::kHistorical);
-    overlapped += blocks_.store(tier).count(BlockState::kOverlapped);
+    displaced += blocks_.displaced(tier);
     droppable += static_cast<std::int64_t>(evictable(tier));
   }
   const auto total = static_cast<std::int64_t>(blocks_.capacity(medium));
   text += ": of " + std::to_string(total) + ", " + std::to_string(free) + " are free, " + std::to_string(active) +
           " active, " + std::to_string(historical) + " cached (" + std::to_string(droppable) + " evictable, " +
           std::to_string(historical - droppable) + " pinned)";
-  if (overlapped > 0) text += "; other caches of the space have units of " + std::to_string(overlapped);
+  if (displaced > 0)
+    text += "; other caches of the space have blocks where " + std::to_string(displaced) + " would lie";
   throw Error(ErrorCode::kOutOfBlocks, text,
               {{"requested", static_cast<std::int64_t>(n)},
                {"capacity", total},

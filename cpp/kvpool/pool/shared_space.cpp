@@ -47,20 +47,27 @@ SharedSpace::SharedSpace(const SharedSpaceOptions& options)
   space_->set_pressure_hook(reclaimer_);
 }
 
-SpaceShare SharedSpace::share(const Layout& layout) const {
+SpaceShare SharedSpace::share(const Layout& layout, std::uint32_t pieces) const {
   if (!layout.aggregated) {
     throw Error(ErrorCode::kArgument,
                 "a block of a space is one run of bytes: the layout must be aggregated, and is discrete");
   }
   const std::size_t bytes = layout.block_bytes();
   const std::size_t units = (bytes + unit_bytes_ - 1) / unit_bytes_;
-  SpaceShare share{space_, static_cast<std::uint32_t>(units), {}, reclaimer_};
+  if (pieces == 0 || (pieces > 1 && bytes % (pieces * unit_bytes_) != 0)) {
+    throw Error(ErrorCode::kArgument,
+                "a block of " + std::to_string(bytes) + " bytes in " + std::to_string(pieces) +
+                    " pieces: each must be whole units of " + std::to_string(unit_bytes_) + " bytes",
+                {{"block_bytes", static_cast<std::int64_t>(bytes)}, {"pieces", pieces}});
+  }
+  SpaceShare share{space_, static_cast<std::uint32_t>(units), {}, reclaimer_, pieces};
   bool fits = false;
   for (const Medium medium : kMedia) {
-    const auto blocks = static_cast<std::uint32_t>(space_->capacity(medium) / units);
+    const std::uint32_t blocks =
+        units > space_->capacity(medium) ? 0 : space_->numbers(medium, static_cast<std::uint32_t>(units));
     fits = fits || blocks > 0;
     if (memory_[medium] != nullptr) {
-      share.arenas[medium] = make_view_arena(memory_[medium], blocks, bytes, units * unit_bytes_);
+      share.arenas[medium] = make_view_arena(memory_[medium], blocks, bytes, unit_bytes_);
     } else if (medium != Medium::kDisk) {
       ArenaOptions nothing;
       nothing.medium = medium;

@@ -36,8 +36,9 @@ class SharedSpace {
   explicit SharedSpace(const SharedSpaceOptions& options);
 
   BlockSpace& space() const noexcept { return *space_; }
-  // What a pool with this layout is made from. Throws kArgument: a block must be one run of bytes, and fit.
-  SpaceShare share(const Layout& layout) const;
+  // What a pool with this layout is made from, whose blocks may be cut into so many pieces. Throws kArgument: a block
+  // must be one run of bytes, and fit; its pieces must be whole units.
+  SpaceShare share(const Layout& layout, std::uint32_t pieces = 1) const;
 
  private:
   const std::size_t unit_bytes_;

@@ -15,13 +15,105 @@ std::uint32_t can_lose(const QuotaModel& model, std::uint32_t block_units) noexc
   return model.historical > keeps ? (model.historical - keeps) / block_units : 0;
 }
 
+// Whether a piece of a scattered block lies in the units [first, end).
+bool has_piece(const CacheBlocks& blocks, Medium medium, std::uint32_t block, std::uint32_t first, std::uint32_t end) {
+  const BlockPieces& pieces = blocks.pieces(medium);
+  return !pieces.whole(block) &&
+         std::ranges::any_of(pieces.units_of(block), [&](std::uint32_t unit) { return unit >= first && unit < end; });
+}
+
+// What an extent adds to the units that more blocks can be made from. Blocks find a place already in a free run that is
+// long enough, so only what they leave of it counts.
+std::uint32_t adds(const UnitExtent& extent, std::uint32_t size) noexcept {
+  return extent.free() ? extent.length % size : extent.length;
+}
+
 }  // namespace
 
-// Where a block of the growing model would lie, and what it costs the others.
+// Where one more block of the growing model would lie, and what it costs the others.
 struct SpaceReclaimer::Place {
-  std::uint32_t block = 0;
+  std::uint32_t first = 0;  // an extent begins there
+  std::uint32_t end = 0;
   bool within_quotas = false;  // takes from a neighbour that is within its quota
   std::uint32_t units = 0;     // that are dropped
+  std::uint32_t blocks = 0;    // that find a place then and find none before, or pieces
+};
+
+// A sequence of extents up to the one that came last, in which no model loses more blocks than it can. If it adds
+// enough units for a block, it is a place. Whether the rest of a prompt allows it, price() says. Good under one hold of
+// the lock.
+class SpaceReclaimer::Window {
+ public:
+  // REQUIRES: the first extent that is added has this unit.
+  Window(const SpaceReclaimer& reclaimer, const CacheBlocks& starved, Medium medium, const QuotaTier& tier,
+         std::uint32_t from)
+      : reclaimer_(reclaimer), starved_(starved), medium_(medium), tier_(tier), end_(from) {}
+
+  // The next extent; it adjoins the one before. Returns whether the window is a place then.
+  bool add(const UnitExtent& extent) {
+    const Member* const owner = extent.free() ? nullptr : reclaimer_.owner_of(extent);
+    if (!extent.free() && (owner == nullptr || !owner->cache->unused(medium_, extent.block))) {
+      begin_again(extent.end());
+      return false;
+    }
+    if (counts(extent) && !has_piece(*owner->blocks, medium_, extent.block, first(), extent.first)) {
+      ++lost_[extent.owner];
+    }
+    extents_.push_back(extent);
+    end_ = extent.end();
+    units_ += adds(extent, starved_.run_units());
+    if (counts(extent)) {
+      const std::uint32_t can = can_lose(tier_.models[extent.owner], owner->blocks->block_units());
+      while (lost_[extent.owner] > can) drop_first();
+    }
+    return is_place();
+  }
+  // How many places the window is that do not overlap; goes on behind them. What is left of the last extent is free
+  // when they are cleared.
+  std::uint32_t pass() {
+    const std::uint32_t places = units_ / starved_.run_units();
+    const std::uint32_t left = units_ % starved_.run_units();
+    begin_again(end_);
+    if (left > 0) extents_.push_back({end_ - left, left});
+    units_ = left;
+    return places;
+  }
+  bool is_place() const noexcept { return units_ >= starved_.run_units(); }
+  // The shortest place that ends here. REQUIRES: is_place().
+  Place shortest() {
+    while (units_ - adds(extents_[begin_], starved_.run_units()) >= starved_.run_units()) drop_first();
+    return {first(), end_};
+  }
+  // Places that are still to come begin here or behind it.
+  std::uint32_t first() const noexcept { return begin_ < extents_.size() ? extents_[begin_].first : end_; }
+
+ private:
+  // Whether a neighbour loses the block.
+  bool counts(const UnitExtent& extent) const noexcept { return !extent.free() && extent.owner != starved_.number(); }
+  void drop_first() {
+    const UnitExtent gone = extents_[begin_++];
+    units_ -= adds(gone, starved_.run_units());
+    if (!counts(gone)) return;
+    const CacheBlocks& blocks = *reclaimer_.owner_of(gone)->blocks;
+    if (!has_piece(blocks, medium_, gone.block, gone.end(), end_)) --lost_[gone.owner];
+  }
+  void begin_again(std::uint32_t unit) {
+    extents_.clear();
+    begin_ = 0;
+    end_ = unit;
+    units_ = 0;
+    lost_ = {};
+  }
+
+  const SpaceReclaimer& reclaimer_;
+  const CacheBlocks& starved_;
+  const Medium medium_;
+  const QuotaTier& tier_;
+  std::vector<UnitExtent> extents_;
+  std::size_t begin_ = 0;                                     // of the window in them
+  std::uint32_t end_;                                         // of the last one
+  std::uint32_t units_ = 0;                                   // that they add
+  std::array<std::uint32_t, BlockSpace::kCachesMax> lost_{};  // blocks that have a piece in the window
 };
 
 void SpaceReclaimer::enter(CacheBlocks& blocks, PromptCache& cache, TierMoves& moves) {
@@ -118,92 +210,113 @@ std::size_t SpaceReclaimer::evict_from(const Member& member, Medium medium, std:
   }
 }
 
-// visit(member, block) for each cached block of others in the units of this block, or for the block itself if it is
-// cached. False, at once, if anything there cannot be dropped, or visit says so.
-template <class Visit>
-bool SpaceReclaimer::for_each_victim(const CacheBlocks& starved, Medium medium, std::uint32_t block,
-                                     Visit&& visit) const {
-  const std::uint32_t size = starved.block_units();
-  const BlockState own = starved.store(medium).state(block);
-  if (own == BlockState::kHistorical) return visit(members_[starved.number()], block);
-  if (own != BlockState::kOverlapped) return false;
-  const std::uint32_t first = block * size;
-  std::uint32_t covered = 0;
-  for (const Member& member : members_) {
-    if (member.blocks == nullptr || member.blocks == &starved) continue;
-    const BlockStore& blocks = member.blocks->store(medium);
-    const std::uint32_t its = member.blocks->block_units();
-    for (std::uint32_t other = first / its; other * its < first + size && other < blocks.capacity(); ++other) {
-      const BlockState state = blocks.state(other);
-      if (state == BlockState::kFree || state == BlockState::kOverlapped) continue;
-      if (!visit(member, other)) return false;
-      covered += std::min(first + size, (other + 1) * its) - std::max(first, other * its);
-    }
-  }
-  // Units that a closed cache has left belong to nobody here.
-  return covered == starved.space().taken_in(medium, first, size);
+const SpaceReclaimer::Member* SpaceReclaimer::owner_of(const UnitExtent& extent) const noexcept {
+  if (extent.owner >= members_.size() || members_[extent.owner].blocks == nullptr) return nullptr;
+  return &members_[extent.owner];
 }
 
 // Whether at least n places for a block are free, or have only blocks in them that could go.
 bool SpaceReclaimer::enough_places(const CacheBlocks& starved, Medium medium, std::size_t n) const {
-  const std::uint32_t size = starved.block_units();
-  const bool always = std::ranges::all_of(members_, [&](const Member& member) {
-    return member.blocks == nullptr || member.blocks->block_units() % size == 0;  // each block that goes is places
-  });
-  if (always) return true;
+  const UnitSet& units = starved.space().unit_set(medium);
+  const std::size_t wanted = n * starved.pieces_count();
   std::size_t found = 0;
-  const std::uint32_t blocks = starved.store(medium).capacity();
-  for (std::uint32_t block = 0; block < blocks && found < n;) {
+  for (std::uint32_t from = 0; from < units.size() && found < wanted;) {
     const SpaceLock lock = starved.lock();
-    const QuotaTier tier = starved.space().quota_tier(medium);
-    for (std::size_t visited = 0; block < blocks && found < n && visited < kVisitsMax; ++block) {
-      const bool free = starved.store(medium).state(block) == BlockState::kFree;
-      if (free || clearable(starved, medium, block, tier, visited)) ++found;
-      ++visited;
-    }
+    if (from == 0) found = units.fits(starved.run_units(), wanted);
+    from = count_places(starved, medium, from, wanted, found);
   }
-  return found >= n;
+  return found >= wanted;
 }
 
-// Whether nothing there is in use, and no model would fall below its reserve: cheap, and no promise of place_at().
-bool SpaceReclaimer::clearable(const CacheBlocks& starved, Medium medium, std::uint32_t block, const QuotaTier& tier,
-                               std::size_t& visited) const {
+// Adds to `found` the places from this unit on, until there are as many as are wanted or others shall get the lock.
+// Returns where to go on: perhaps within an extent, whose first part is in a place that was counted. REQUIRES: the lock
+// is held.
+std::uint32_t SpaceReclaimer::count_places(const CacheBlocks& starved, Medium medium, std::uint32_t from,
+                                           std::size_t wanted, std::size_t& found) const {
+  const UnitSet& units = starved.space().unit_set(medium);
+  const QuotaTier tier = starved.space().quota_tier(medium);
+  Window window(*this, starved, medium, tier, from);
+  std::size_t visited = 0;
+  std::uint32_t unit = units.head_of(from);
+  while (unit < units.size() && found < wanted) {
+    const bool goes_on = window.first() > from;  // else the next hold would do the same again
+    if (goes_on && visited++ >= kVisitsMax) return window.first();
+    UnitExtent extent = units.at(unit);
+    unit = extent.end();
+    if (extent.first < from) extent = {from, unit - from};
+    if (window.add(extent)) found += window.pass();
+  }
+  return unit;
+}
+
+// How many more runs must be free. REQUIRES: the lock is held.
+std::size_t SpaceReclaimer::places_missing(const CacheBlocks& starved, Medium medium, std::size_t n) noexcept {
+  const std::size_t wanted = n * starved.pieces_count();
+  return wanted - starved.space().unit_set(medium).fits(starved.run_units(), wanted);
+}
+
+// Fills in what the place costs and makes. False if it costs too much, or something there cannot be dropped any more,
+// or another place that was cleared has some of it, so that no block would find room that finds none now.
+bool SpaceReclaimer::price(const CacheBlocks& starved, Medium medium, const QuotaTier& tier, Place& place,
+                           std::size_t& visited) const {
+  const UnitSet& units = starved.space().unit_set(medium);
+  if (!units.is_head(place.first)) return false;  // what lay before it is free now
+  place.units = 0;
+  place.within_quotas = false;
+  std::uint32_t added = 0;  // units
   std::array<std::uint32_t, BlockSpace::kCachesMax> lost{};
-  return for_each_victim(starved, medium, block, [&](const Member& member, std::uint32_t other) {
+  for (std::uint32_t unit = place.first; unit < place.end;) {
+    const UnitExtent extent = units.at(unit);
+    unit = extent.end();
     ++visited;
-    if (member.cache == nullptr || !member.cache->unused(medium, other)) return false;
-    if (member.blocks == &starved) return true;
-    const std::uint32_t number = member.blocks->number();
-    return ++lost[number] <= can_lose(tier.models[number], member.blocks->block_units());
-  });
-}
-
-std::optional<SpaceReclaimer::Place> SpaceReclaimer::place_at(const CacheBlocks& starved, Medium medium,
-                                                              std::uint32_t block, const QuotaTier& tier,
-                                                              std::size_t& visited) const {
-  if (!clearable(starved, medium, block, tier, visited)) return std::nullopt;
-  Place place{block};
-  std::array<std::uint32_t, BlockSpace::kCachesMax> lost{};
-  const bool possible = for_each_victim(starved, medium, block, [&](const Member& member, std::uint32_t other) {
-    const std::uint32_t number = member.blocks->number();
-    const QuotaModel& model = tier.models[number];
-    const std::optional<std::uint32_t> drops = member.cache->droppable(medium, other, kDropMax);
+    added += adds(extent, starved.run_units());
+    if (extent.free()) continue;
+    const Member* const member = owner_of(extent);
+    if (member == nullptr) return false;
+    if (has_piece(*member->blocks, medium, extent.block, place.first, extent.first)) continue;  // it has its price
+    const QuotaModel& model = tier.models[extent.owner];
+    const std::optional<std::uint32_t> drops = member->cache->droppable(medium, extent.block, kDropMax);
     visited += drops.value_or(kDropMax);
     if (!drops) return false;
-    const std::uint32_t size = member.blocks->block_units();
-    lost[number] += *drops;
+    const std::uint32_t size = member->blocks->block_units();
+    lost[extent.owner] += *drops;
     place.units += *drops * size;
-    if (member.blocks == &starved) return true;
+    if (member->blocks == &starved) continue;
     // Blocks of one prompt are counted for each of them that is dropped with it, though not more than there are.
-    if (std::min(lost[number], model.historical / size) > can_lose(model, size)) return false;
+    if (std::min(lost[extent.owner], model.historical / size) > can_lose(model, size)) return false;
     place.within_quotas =
-        place.within_quotas || model.active + model.historical < model.rule.quota + lost[number] * size;
-    return true;
-  });
-  return possible ? std::optional(place) : std::nullopt;
+        place.within_quotas || model.active + model.historical < model.rule.quota + lost[extent.owner] * size;
+  }
+  place.blocks = added / starved.run_units();
+  return place.blocks > 0;
 }
 
-// Makes free blocks for `starved` by dropping what lies where they would. Returns how many blocks were dropped.
+// The places from this unit on, as many as are compared under one hold of the lock. Returns where to go on: where the
+// first place can begin that was not seen. REQUIRES: the lock is held.
+std::uint32_t SpaceReclaimer::find_places(const CacheBlocks& starved, Medium medium, std::uint32_t from,
+                                          std::vector<Place>& places) const {
+  const UnitSet& units = starved.space().unit_set(medium);
+  const QuotaTier tier = starved.space().quota_tier(medium);
+  Window window(*this, starved, medium, tier, from);
+  places.clear();
+  std::size_t visited = 0;
+  std::uint32_t unit = units.head_of(from);  // what was dropped before it may have become one run with it
+  while (unit < units.size()) {
+    const bool goes_on = window.first() > from;  // else the next hold would do the same again
+    if (goes_on && (visited++ >= kVisitsMax || places.size() >= kPlacesMax)) break;
+    const UnitExtent extent = units.at(unit);
+    unit = extent.end();
+    if (!window.add(extent)) continue;
+    Place place = window.shortest();
+    if (price(starved, medium, tier, place, visited)) places.push_back(place);
+  }
+  std::sort(places.begin(), places.end(), [](const Place& a, const Place& b) {
+    return a.within_quotas != b.within_quotas ? b.within_quotas : a.units < b.units;
+  });
+  return unit < units.size() ? window.first() : unit;
+}
+
+// Makes free runs for `starved` by dropping what lies where its blocks would. Returns how many blocks were dropped.
 std::size_t SpaceReclaimer::make_places(const CacheBlocks& starved, Medium medium, std::size_t n) {
   std::array<std::unique_lock<std::mutex>, BlockSpace::kCachesMax> nothing_moves;
   for (std::size_t i = 0; i < members_.size(); ++i) {
@@ -212,42 +325,43 @@ std::size_t SpaceReclaimer::make_places(const CacheBlocks& starved, Medium mediu
   std::size_t dropped = 0;
   std::vector<Place> places;
   places.reserve(kPlacesMax);
-  const std::uint32_t blocks = starved.store(medium).capacity();
-  for (std::uint32_t next = 0; next < blocks;) {
+  const std::uint32_t units = starved.space().capacity(medium);
+  for (std::uint32_t from = 0; from < units;) {
     const SpaceLock lock = starved.lock();
-    if (starved.takeable(n, medium) == n) break;
-    const QuotaTier tier = starved.space().quota_tier(medium);
-    places.clear();
-    std::size_t visited = 0;
-    for (; next < blocks && visited < kVisitsMax && places.size() < kPlacesMax; ++next) {
-      ++visited;
-      if (const std::optional<Place> place = place_at(starved, medium, next, tier, visited)) places.push_back(*place);
-    }
-    std::sort(places.begin(), places.end(), [](const Place& a, const Place& b) {
-      return a.within_quotas != b.within_quotas ? b.within_quotas : a.units < b.units;
-    });
-    for (const Place& place : places) {
-      if (starved.takeable(n, medium) == n) break;
+    std::size_t missing = places_missing(starved, medium, n);
+    if (missing == 0) break;
+    from = find_places(starved, medium, from, places);
+    std::size_t made = 0;  // at most: what goes elsewhere with a prompt may make places, too
+    for (Place& place : places) {
       // What was dropped before may have changed what this one costs.
-      if (!place_at(starved, medium, place.block, starved.space().quota_tier(medium), visited)) continue;
-      dropped += clear(starved, medium, place.block);
+      std::size_t visited = 0;
+      if (!price(starved, medium, starved.space().quota_tier(medium), place, visited)) continue;
+      dropped += clear(starved, medium, place);
+      made += std::max(place.blocks, place.units / starved.run_units());
+      if (made < missing) continue;
+      missing = places_missing(starved, medium, n);
+      if (missing == 0) break;
+      made = 0;
     }
   }
   return dropped;
 }
 
-// REQUIRES: place_at().
-std::size_t SpaceReclaimer::clear(const CacheBlocks& starved, Medium medium, std::uint32_t block) {
-  std::vector<Victim> victims;
-  for_each_victim(starved, medium, block, [&](const Member& member, std::uint32_t other) {
-    victims.push_back({&member, other});
-    return true;
-  });
+// REQUIRES: price().
+std::size_t SpaceReclaimer::clear(const CacheBlocks& starved, Medium medium, const Place& place) {
+  const UnitSet& units = starved.space().unit_set(medium);
+  std::vector<UnitExtent> victims;
+  for (std::uint32_t unit = place.first; unit < place.end;) {
+    const UnitExtent extent = units.at(unit);
+    unit = extent.end();
+    if (!extent.free()) victims.push_back(extent);
+  }
   std::size_t dropped = 0;
-  for (const Victim& victim : victims) {
+  for (const UnitExtent& victim : victims) {
+    const Member& member = members_[victim.owner];
     // It may have gone with the one before it.
-    if (victim.member->blocks->store(medium).state(victim.block) != BlockState::kHistorical) continue;
-    victim.member->cache->drop(medium, victim.block);
+    if (member.blocks->store(medium).state(victim.block) != BlockState::kHistorical) continue;
+    member.cache->drop(medium, victim.block);
     ++dropped;
   }
   return dropped;
@@ -258,16 +372,15 @@ void SpaceReclaimer::throw_fragmented(const CacheBlocks& starved, Medium medium,
   const BlockSpace& space = starved.space();
   const QuotaTier tier = space.quota_tier(medium);
   const QuotaModel& its = tier.models[starved.number()];
-  const std::uint32_t largest = space.longest_free(medium);
+  const std::uint32_t largest = space.unit_set(medium).longest_free();
   const std::size_t usable = starved.takeable(n, medium);
   std::uint32_t evictable = 0;
   for (const QuotaModel& model : tier.models) evictable += model.historical;
   throw Error(ErrorCode::kOutOfBlocks,
               std::to_string(n) + " blocks of " + std::to_string(starved.block_units()) + " units of " +
                   medium_name(medium) + " asked for: " + std::to_string(tier.free()) + " units are free and " +
-                  std::to_string(evictable) + " can be evicted, but blocks lie at multiples of their size, and only " +
-                  std::to_string(usable) + " find a place; the largest free run is " + std::to_string(largest) +
-                  " units",
+                  std::to_string(evictable) + " can be evicted, but a block lies in one run of units, and only " +
+                  std::to_string(usable) + " find one; the largest free run is " + std::to_string(largest) + " units",
               {{"requested", static_cast<std::int64_t>(n)},
                {"free", static_cast<std::int64_t>(usable)},
                {"active", its.active / starved.block_units()},

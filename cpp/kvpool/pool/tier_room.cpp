@@ -34,11 +34,11 @@ void TierMoves::take_evicting(std::unique_lock<std::mutex>& reclaim, SpaceLock& 
     } else {
       // MIXED has taken what is free of both: the coldest DRAM blocks go, then the coldest HBM blocks.
       const bool hbm_too = blocks_.gives(medium, Medium::kHbm);
-      const std::size_t in_hbm = hbm_too ? store(Medium::kHbm).free_count() : 0;
+      const std::size_t in_hbm = hbm_too ? blocks_.free_blocks(Medium::kHbm) : 0;
       const std::size_t in_dram =
-          std::min<std::size_t>(n - in_hbm, store(Medium::kDram).free_count() + cache_.evictable(Medium::kDram));
+          std::min(n - in_hbm, blocks_.free_blocks(Medium::kDram) + cache_.evictable(Medium::kDram));
       make_dram_room(in_dram);
-      const std::size_t have = store(Medium::kDram).free_count() + store(Medium::kHbm).free_count();
+      const std::size_t have = blocks_.free_blocks(Medium::kDram) + blocks_.free_blocks(Medium::kHbm);
       if (have < n && hbm_too) cache_.evict(Medium::kHbm, n - have);
     }
   }
@@ -133,26 +133,26 @@ void TierMoves::make_dram_room(std::size_t n) noexcept {
 // Makes at least n HBM blocks free: moves the coldest down, or drops them where DRAM has no room for them even after
 // its own coldest blocks went. REQUIRES: reclaim_ is held. Throws kOutOfBlocks, and what copying throws.
 void TierMoves::make_room(SpaceLock& lock, std::size_t n, const MoveOrder& order) {
-  const BlockStore& hbm = store(Medium::kHbm);
-  const BlockStore& dram = store(Medium::kDram);
+  const auto in_hbm = [&] { return blocks_.free_blocks(Medium::kHbm); };
+  const auto in_dram = [&] { return blocks_.free_blocks(Medium::kDram); };
   bool probed = false;
-  while (hbm.free_count() < n) {
+  while (in_hbm() < n) {
     if (!cache_.can_make_room(n, Medium::kHbm)) cache_.throw_out_of_blocks(n, Medium::kHbm);
-    if (!probed && dram.free_count() < n - hbm.free_count() && cache_.can_make_room(1, Medium::kDram)) {
+    if (!probed && in_dram() < n - in_hbm() && cache_.can_make_room(1, Medium::kDram)) {
       probed = true;
       if (order.of_device() || is_late(TierWay::kOut, order)) {
         probe_device(lock);
         continue;
       }
     }
-    make_dram_room(std::min<std::size_t>(n - hbm.free_count(), dram.capacity()));
+    make_dram_room(std::min<std::size_t>(n - in_hbm(), store(Medium::kDram).capacity()));
     // What went from DRAM may have taken HBM blocks that hung below with it.
-    if (hbm.free_count() >= n) return;
-    const std::size_t missing = n - hbm.free_count();
-    if (missing > dram.free_count()) cache_.evict(Medium::kHbm, missing - dram.free_count());
-    if (hbm.free_count() >= n) return;
+    if (in_hbm() >= n) return;
+    const std::size_t missing = n - in_hbm();
+    if (missing > in_dram()) cache_.evict(Medium::kHbm, missing - in_dram());
+    if (in_hbm() >= n) return;
     // What a transfer reads is dropped, but not free yet: DRAM may have less room than was made, or none.
-    const std::size_t down = std::min<std::size_t>({n - hbm.free_count(), kBatchBlocks, dram.free_count()});
+    const std::size_t down = std::min({n - in_hbm(), kBatchBlocks, in_dram()});
     if (down > 0) move_to_dram(lock, down, nullptr, order);
   }
 }

@@ -24,6 +24,7 @@ struct SequenceBlocks::Reading {
 };
 
 void SequenceBlocks::check_pool(const Pool& pool) {
+  pool.check_whole("attention");
   if (pool.sharding()) {
     throw Error(ErrorCode::kUnsupported,
                 "the blocks of a logical instance are in its ranks: attention cannot read them");

@@ -25,7 +25,8 @@ class MediumStats:
         lent: Blocks lent to another instance.
         quarantined: Blocks that become free once a lost peer is proved to write no more.
         retired: Blocks whose generations are used up.
-        overlapped: Blocks with units that other models of a space have; 0 for a pool by itself.
+        overlapped: Blocks that find no run of units, since blocks of other models of a space lie there; 0 for a pool by
+            itself.
         suspended: Blocks of HBM that the engine has taken back for a while: all but the retired ones, or none.
         pinned: Historical blocks that a match or insertion holds, or that are being moved.
         evictable: All other historical blocks.

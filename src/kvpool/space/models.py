@@ -10,7 +10,6 @@ from kvpool.arguments import int_from, shown
 from kvpool.config import Settings
 from kvpool.errors import ArgumentError, LayoutMismatch, StateError
 from kvpool.policy.quotas import Adaptation, QuotaRule
-from kvpool.pool import Pool
 from kvpool.space.model import Model, ModelPool, check_name
 from kvpool.space.quotas import Targets
 from kvpool.space.records import ModelQuota, tier_quota
@@ -54,16 +53,22 @@ class Models:
     # --- coming and going: documented in Space ---
 
     def load(
-        self, name: str, layout: KVLayout | RawLayout, rules: Rules, own: Settings, given: Mapping[str, object]
-    ) -> Pool:
+        self,
+        name: str,
+        layout: KVLayout | RawLayout,
+        rules: Rules,
+        own: Settings,
+        given: Mapping[str, object],
+        pieces: int,
+    ) -> ModelPool:
         """`given`: those of its settings that were named, which a pool that was kept must have."""
         kept = self._by_name.get(name)
         if kept is not None and kept.state != "kept":
             raise ArgumentError(f"the space has a model {name!r} already")
         if kept is not None and not kept.pool.closed:
-            return self._revive(name, kept, layout, rules, {field: getattr(own, field) for field in given})
+            return self._revive(name, kept, layout, rules, {field: getattr(own, field) for field in given}, pieces)
         self._check_reserves(name, rules)
-        pool = ModelPool(self._core, layout, own, self._unit)
+        pool = ModelPool(self._core, layout, own, self._unit, pieces)
         model = Model(pool, pool._space_number, layout, self._unit, rules)
         try:
             self._set_rules(name, model, rules)
@@ -79,11 +84,19 @@ class Models:
         return pool
 
     def _revive(
-        self, name: str, model: Model, layout: KVLayout | RawLayout, rules: Rules, settings: Mapping[str, object]
-    ) -> Pool:
+        self,
+        name: str,
+        model: Model,
+        layout: KVLayout | RawLayout,
+        rules: Rules,
+        settings: Mapping[str, object],
+        pieces: int,
+    ) -> ModelPool:
         first = f"unload {name!r} with keep='none' first"
         if model.layout != layout:
             raise LayoutMismatch(f"the cache of {name!r} is kept with another layout: {first}")
+        if model.pool._pieces != pieces:
+            raise ArgumentError(f"the pool of {name!r} is kept with another value of pieces: {first}")
         for field, value in settings.items():
             if getattr(model.pool.settings, field) != value:
                 was = shown(getattr(model.pool.settings, field))

@@ -14,13 +14,12 @@ from kvpool.arguments import flag_from, int_from, seconds_from, shown
 from kvpool.config import Settings, check_names, load
 from kvpool.errors import ArgumentError, ArgumentTypeError, ClosedError, ForkError, Unsupported
 from kvpool.policy.quotas import Adaptation
-from kvpool.pool import Pool
 from kvpool.space.leaving import drained, keep_in_dram
-from kvpool.space.model import check_name
+from kvpool.space.model import ModelPool, check_name
 from kvpool.space.models import Models
 from kvpool.space.records import ModelQuota, SpaceStats, SpaceTier
 from kvpool.space.rules import SAME, Sizes, rules_of
-from kvpool.space.units import bytes_from, padding, unit_from, units_of
+from kvpool.space.units import UNITS_MAX, Pieces, bytes_from, padding, pieces_of, unit_from, units_of
 from kvpool.types import DRAM, HBM, KVLayout, RawLayout
 
 __all__ = ["Space"]
@@ -28,7 +27,6 @@ __all__ = ["Space"]
 Keep = Literal["dram", "none"]
 
 _MODELS_MAX: Final = 16
-_UNITS_MAX: Final = (1 << 32) - 1
 _WASTE_MAX: Final = 0.05
 
 
@@ -54,8 +52,8 @@ class Space:
     Args:
         hbm: Bytes of the device tier, or a str such as "8GiB". Rounded down to whole units.
         dram: Bytes of the host tier.
-        unit: Bytes of a unit, a power of two from 4 to 64 KiB. "auto": the largest that leaves at most 1 % of a block
-            empty for each of `layouts`, or 4 KiB.
+        unit: Bytes of a unit, a power of two from 4 to 64 KiB; a tier has at most 2^24 of them. "auto": the largest
+            that leaves at most 1 % of a block empty for each of `layouts`, or 4 KiB; larger where a tier has too many.
         layouts: Of the models that will be loaded, for ``unit="auto"``.
         device: "cpu". GPUs are not supported yet.
         activations: Bytes of `hbm` that are left to the engines, for activations. The space does not allocate them.
@@ -89,14 +87,14 @@ class Space:
             raise Unsupported(f"a space is on the CPU, and device is {shown(device)}: GPUs are not supported yet")
         if not 2 <= int_from(models_max, "models_max") <= _MODELS_MAX:
             raise ArgumentError(f"models_max is {shown(models_max)}; it must be from 2 to {_MODELS_MAX}")
-        self.unit_bytes: int = unit_from(unit, layouts)
-        self.activations: int = bytes_from(activations, "activations")
         in_hbm, in_dram = bytes_from(hbm, "hbm"), bytes_from(dram, "dram")
+        self.unit_bytes: int = unit_from(unit, layouts, max(in_hbm, in_dram))
+        self.activations: int = bytes_from(activations, "activations")
         if self.activations > in_hbm:
             raise ArgumentError(f"activations are {self.activations} bytes, and hbm has {in_hbm}")
         units = [(in_hbm - self.activations) // self.unit_bytes, in_dram // self.unit_bytes]
-        if max(units) > _UNITS_MAX or sum(units) == 0:
-            raise ArgumentError(f"a space has from 1 to {_UNITS_MAX} units in a tier, and this has {units}")
+        if max(units) > UNITS_MAX or sum(units) == 0:
+            raise ArgumentError(f"a space has from 1 to {UNITS_MAX} units in a tier, and this has {units}")
         self._settings = dict(settings)
         own: Settings = load(**settings)
         self._core = _core.Space(
@@ -128,8 +126,9 @@ class Space:
         dram_reserve: int | str = 0,
         dram_limit: int | str | None = None,
         allow_waste: bool = False,
+        pieces: Pieces = "whole",
         **settings: Any,
-    ) -> Pool:
+    ) -> ModelPool:
         """Makes a model's pool.
 
         A model whose cache `unload` has kept gets its pool back, with that cache, if the layout is the same. If that
@@ -144,17 +143,20 @@ class Space:
             dram_reserve: As `reserve`, of DRAM.
             dram_limit: As `limit`, of DRAM.
             allow_waste: Accept a layout whose blocks leave more than 5 % of their units empty.
+            pieces: "whole": a block lies in one run of units. "layer": a block that finds no run takes one for each of
+                its layers, so that nearly all of the memory can be used. Its kernels read by `block_table` and `pages`;
+                such a pool has no `tensor`, peers, attention or keyed caches. A layer must be whole units.
             **settings: Fields of kvpool.Settings for this pool, above those of the space. Those of a kept pool stay.
 
         Returns:
-            A Pool with all verbs, for this model alone: a separate instance in a cluster. Addresses of another
-            model of the space raise NotOwner. Its `close()` ends the model, and leaves the units of blocks that are
-            still active unused; `unload` refuses that instead.
+            A Pool with all verbs, and `block_table`, for this model alone: a separate instance in a cluster. Addresses
+            of another model of the space raise NotOwner. Its `close()` ends the model, and leaves the units of blocks
+            that are still active unused; `unload` refuses that instead.
 
         Raises:
             ArgumentError: The name is taken, a size or weight is wrong, the reserve is above the limit, or the
-                reserves together exceed the capacity; the layout is discrete, wastes too much, or does not fit; a
-                setting differs from that of the pool that is kept.
+                reserves together exceed the capacity; the layout is discrete, wastes too much, does not fit, or has no
+                layers of whole units; a setting or `pieces` differs from that of the pool that is kept.
             OutOfQuota: The reserve does not fit beside what other models have active now.
             LayoutMismatch: The model's cache is kept with another layout.
             StateError: The space has `models_max` models.
@@ -172,10 +174,11 @@ class Space:
                 "empty: make the unit smaller or the blocks larger, or pass allow_waste=True",
                 waste=wasted,
             )
+        cut = pieces_of(layout, self.unit_bytes, pieces)
         sizes: Sizes = {"hbm": (reserve, limit), "dram": (dram_reserve, dram_limit)}
         rules = rules_of(sizes, weight, units_of(layout, self.unit_bytes), self.unit_bytes)
         with self._opened():
-            return self._models.load(name, layout, rules, own, settings)
+            return self._models.load(name, layout, rules, own, settings, cut)
 
     def unload(self, name: str, keep: Keep = "none", drain: float = 30.0) -> None:
         """Ends a model. Its memory is free for the others.

@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, Literal
 
 from kvpool.arguments import int_from, shown
 from kvpool.errors import ArgumentError, ArgumentTypeError
 from kvpool.types import KVLayout, RawLayout
 
-__all__ = ["UNIT_MAX", "UNIT_MIN", "bytes_from", "padding", "unit_for", "unit_from", "units_of"]
+__all__ = [
+    "UNITS_MAX",
+    "UNIT_MAX",
+    "UNIT_MIN",
+    "Pieces",
+    "bytes_from",
+    "padding",
+    "pieces_of",
+    "unit_for",
+    "unit_from",
+    "units_of",
+]
+
+Pieces = Literal["whole", "layer"]
 
 UNIT_MIN: Final = 4 << 10
 UNIT_MAX: Final = 64 << 10
+UNITS_MAX: Final = 1 << 24  # of a tier: a block's number is its first unit, and an address has 24 bits for it
 _WASTE_WANTED: Final = 0.01
 _SUFFIXES: Final = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SIZE: Final = re.compile(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*(KiB|MiB|GiB|TiB|)\s*", re.ASCII)
@@ -56,16 +70,21 @@ def padding(layout: KVLayout | RawLayout, unit: int) -> float:
     return 1 - layout.block_bytes / (units_of(layout, unit) * unit)
 
 
-def unit_for(layouts: Sequence[KVLayout | RawLayout]) -> int:
-    """The largest unit that wastes at most 1 % of every layout's blocks; the smallest there is if none does."""
-    unit = UNIT_MAX
+def unit_for(layouts: Sequence[KVLayout | RawLayout], size: int) -> int:
+    """The largest unit that wastes at most 1 % of every layout's blocks; the smallest there is if none does.
+
+    It is larger if the largest tier, of `size` bytes, would have too many units.
+    """
+    unit = UNIT_MAX if layouts else UNIT_MIN
     while unit > UNIT_MIN and any(padding(layout, unit) > _WASTE_WANTED for layout in layouts):
         unit //= 2
-    return unit if layouts else UNIT_MIN
+    while unit < UNIT_MAX and size // unit > UNITS_MAX:
+        unit *= 2
+    return unit
 
 
-def unit_from(value: object, layouts: Sequence[KVLayout | RawLayout]) -> int:
-    """The unit that was asked for, "auto" or bytes.
+def unit_from(value: object, layouts: Sequence[KVLayout | RawLayout], size: int) -> int:
+    """The unit that was asked for, "auto" or bytes; `size`: bytes of the largest tier.
 
     Raises:
         ArgumentError: It is no power of two from 4 to 64 KiB.
@@ -75,8 +94,29 @@ def unit_from(value: object, layouts: Sequence[KVLayout | RawLayout]) -> int:
         if not isinstance(layout, KVLayout | RawLayout):
             raise ArgumentTypeError(f"layouts must be KVLayouts or RawLayouts, not {type(layout).__name__}")
     if value == "auto":
-        return unit_for(layouts)
+        return unit_for(layouts, size)
     unit = bytes_from(value, "unit")
     if not UNIT_MIN <= unit <= UNIT_MAX or unit & (unit - 1):
         raise ArgumentError(f"unit is {unit} bytes; it must be a power of two from {UNIT_MIN} to {UNIT_MAX}")
     return unit
+
+
+def pieces_of(layout: KVLayout | RawLayout, unit: int, pieces: Pieces) -> int:
+    """Into how many pieces of whole units a block may be cut: 1, or its layers.
+
+    Raises:
+        ArgumentError: `pieces` is another word, the layout has no layers, or a layer is no whole number of units.
+    """
+    if pieces not in ("whole", "layer"):
+        raise ArgumentError(f"pieces is {shown(pieces)}; it must be 'whole' or 'layer'")
+    if pieces == "whole":
+        return 1
+    if isinstance(layout, RawLayout):
+        raise ArgumentError("raw blocks have no layers, so they cannot be cut into pieces: use pieces='whole'")
+    layer = layout.block_bytes // layout.layers
+    if layer * layout.layers != layout.block_bytes or layer % unit:
+        raise ArgumentError(
+            f"a layer of a block has {layer} bytes, which are no whole number of units of {unit} bytes: make the unit "
+            "smaller, or use pieces='whole'"
+        )
+    return layout.layers

@@ -90,10 +90,10 @@ std::uint64_t check_pieces(const std::vector<std::uint64_t>& piece_bytes) {
 // All pieces of a segment's blocks: [address, end of it). REQUIRES: blocks > 0.
 std::uint64_t check_segment(const MetadataSegment& segment, std::uint32_t blocks) {
   check_range(segment.bytes, 1, UINT64_MAX, "length of a segment's piece");
-  check_range(segment.stride, segment.bytes, UINT64_MAX, "stride of a segment");
+  check_range(segment.stride, 1, UINT64_MAX, "stride of a segment");
   check_range(segment.address, 1, UINT64_MAX, "address of a segment");
   add_product(segment.address, segment.stride, blocks, "a segment");
-  return segment.address + segment.stride * (blocks - 1) + segment.bytes;
+  return add_product(segment.address + segment.stride * (blocks - 1), segment.bytes, 1, "a segment");
 }
 
 // One past the end of the memory of this medium that the address lies in; 0: in none. REQUIRES: they have been checked.

@@ -1,0 +1,200 @@
+"""Blocks of a space that lie in several pieces, one for each layer."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from attach_kit import url  # noqa: F401  (a fixture)
+from kit import BLOCK, LONG, prompt
+from space_kit import UNIT, layout, space_of
+
+import kvpool
+from kvpool import DRAM, HBM, KVLayout
+
+
+@pytest.fixture
+def space() -> Any:
+    with space_of() as made:
+        yield made
+        made.audit()
+
+
+def layered(layers: int) -> KVLayout:
+    """A layout whose layers are a unit each."""
+    return KVLayout(layers, 2, 64, "float32", BLOCK)
+
+
+def comb(pool: Any, units: int, medium: kvpool.Medium = HBM) -> Any:
+    """Leaves every other unit of a tier free. Returns the blocks of one unit between them."""
+    addrs = pool.alloc(units, medium=medium)
+    at = kvpool.block_ids(addrs) % 2 == 0
+    pool.free(addrs[at])
+    return addrs[~at]
+
+
+def write(pool: Any, addrs: Any, value: int, medium: kvpool.Medium = HBM) -> None:
+    """Each layer of each block gets another number."""
+    view = pool.pages(medium).numpy()
+    table = pool.block_table(addrs)
+    for layer, units in enumerate(table):
+        for at, unit in enumerate(units):
+            view[unit] = 1000 * value + 100 * at + layer
+
+
+def is_written(pool: Any, addrs: Any, value: int, medium: kvpool.Medium = HBM) -> bool:
+    view = pool.pages(medium).numpy()
+    table = pool.block_table(addrs)
+    return all(
+        (view[unit] == 1000 * value + 100 * at + layer).all()
+        for layer, units in enumerate(table)
+        for at, unit in enumerate(units)
+    )
+
+
+def test_a_block_that_finds_no_run_lies_in_a_piece_for_each_layer(space):
+    small = space.load("small", layout(1))
+    held = comb(small, 24)
+    small.tensor().numpy()[kvpool.block_ids(held)] = 77
+    large = space.load("large", layered(4), pieces="layer")
+    assert large.stats().hbm.free == 3
+    addrs = large.alloc(3)
+    table = large.block_table(addrs)
+    assert table.shape == (4, 3)
+    assert table.dtype == np.int32
+    assert sorted(table.ravel().tolist()) == list(range(0, 24, 2))
+    assert (table.min(axis=0) == kvpool.block_ids(addrs)).all()
+    write(large, addrs, 1)
+    assert is_written(large, addrs, 1)
+    assert (small.tensor().numpy()[kvpool.block_ids(held)] == 77).all()
+    with pytest.raises(kvpool.OutOfQuota):
+        large.alloc(1)
+    large.free(addrs[1:])
+    assert space.stats().hbm.free == 8 * UNIT
+    assert is_written(large, addrs[:1], 1)
+    with pytest.raises(kvpool.StaleAddress):
+        large.block_table(addrs)
+    with pytest.raises(kvpool.NotOwner):
+        large.block_table(held)
+
+
+def test_a_block_that_finds_a_run_is_whole(space):
+    pool = space.load("a", layered(4), pieces="layer")
+    addrs = pool.alloc(2)
+    assert pool.block_table(addrs).tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert pool.pages().shape == (24, 2, 2, BLOCK, 64)
+    assert pool.pages().strides[0] == UNIT
+    whole = space.load("b", layered(3))
+    assert whole.block_table(whole.alloc(2)).tolist() == [8, 11]
+    with pytest.raises(kvpool.StateError):
+        whole.pages()
+
+
+def test_a_prompt_goes_to_dram_and_back_with_all_of_its_pieces(space):
+    small = space.load("small", layout(1))
+    comb(small, 24)
+    comb(small, 12, DRAM)
+    pool = space.load("a", layered(3), pieces="layer")
+    addrs = pool.alloc(2)
+    assert len(set(np.diff(pool.block_table(addrs), axis=0).ravel().tolist()) - {1}) > 0
+    write(pool, addrs, 5)
+    pool.insert(prompt(2), addrs).close()
+    assert len(pool.swap_out(2)) == 2
+    with pool.match(prompt(2)) as hit:
+        assert kvpool.media(hit.addrs).tolist() == [DRAM] * 2
+        assert is_written(pool, hit.addrs, 5, DRAM)
+    others = pool.alloc(3)
+    pool.pages().numpy()[pool.block_table(others)] = -1  # over what was there
+    pool.free(others)
+    with pool.match(prompt(2), into=HBM) as hit:
+        assert kvpool.media(hit.addrs).tolist() == [HBM] * 2
+        assert is_written(pool, hit.addrs, 5)
+
+
+def test_blocks_in_pieces_are_zeroed_when_that_is_asked_for(space):
+    comb(space.load("small", layout(1)), 24)
+    pool = space.load("a", layered(3), pieces="layer", zero_on_alloc=True)
+    addrs = pool.alloc(4)
+    write(pool, addrs, 3)
+    pool.free(addrs)
+    again = pool.alloc(4)
+    assert not pool.pages().numpy()[pool.block_table(again)].any()
+
+
+def test_what_cannot_read_pieces_is_refused(space, url):  # noqa: F811
+    pool = space.load("a", layered(2), pieces="layer")
+    addrs = pool.alloc(1)
+    cluster = kvpool.Cluster.join(url, heartbeat=0.5)
+    try:
+        for call in (
+            pool.tensor,
+            lambda: pool.peers.listen(f"unix:@kvpool-pieces-{os.getpid()}"),
+            lambda: pool.attach(cluster),
+            lambda: kvpool.KeyedCache(pool, 2),
+            lambda: pool.sequence(addrs),
+        ):
+            with pytest.raises(kvpool.Unsupported):
+                call()
+    finally:
+        cluster.close()
+    pool.free(addrs)
+    pool.free(pool.alloc(3))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"pieces": "layer", "layout": layout(4)},
+        {"pieces": "layer", "layout": KVLayout(4, 1, 64, "float32", BLOCK)},
+        {"pieces": "head"},
+        {"pieces": 2},
+    ],
+)
+def test_a_layout_that_cannot_be_cut_is_refused(space, arguments):
+    given: dict[str, Any] = {"layout": layered(2)} | arguments
+    with pytest.raises(kvpool.ArgumentError):
+        space.load("a", given.pop("layout"), **given)
+    assert space.models == ()
+
+
+def test_a_kept_model_comes_back_with_the_pieces_that_it_had(space):
+    pool = space.load("a", layered(2), pieces="layer")
+    pool.insert(prompt(1), pool.alloc(1)).close()
+    space.unload("a", keep="dram")
+    with pytest.raises(kvpool.ArgumentError, match="pieces"):
+        space.load("a", layered(2))
+    assert space.load("a", layered(2), pieces="layer") is pool
+
+
+def test_no_allocation_fails_while_free_and_cached_units_suffice():
+    for seed in range(20 if LONG else 3):
+        dice = random.Random(seed)
+        with space_of(60, 24) as space:
+            pools: list[Any] = [
+                space.load("a", layered(4), pieces="layer"),
+                space.load("b", layered(7), pieces="layer"),
+                space.load("c", layered(1), pieces="layer"),
+            ]
+            held: list[tuple[Any, Any, int]] = []
+            for step in range(200):
+                pool = dice.choice(pools)
+                full = False
+                try:
+                    addrs = pool.alloc(dice.randint(1, 3))
+                except kvpool.OutOfQuota:  # any other error fails the test: there was no place, though enough units
+                    full = True
+                else:
+                    write(pool, addrs, step)
+                    held.append((pool, addrs, step))
+                while len(held) > 6 or (full and held):
+                    full = False
+                    pool, addrs, value = held.pop(dice.randrange(len(held)))
+                    assert is_written(pool, addrs, value)
+                    if dice.random() < 0.5:
+                        pool.free(addrs)
+                    else:
+                        pool.insert(prompt(len(addrs), step), addrs, free_duplicates=True).close()
+            space.audit()
