@@ -3,7 +3,8 @@
 // Invariants
 //   F1  Every maximal run of free blocks has its length in the mark of its head and of its tail, and is linked exactly
 //       once: runs up to kShortMax blocks in the bin of their length, longer ones in the trie.
-//   F2  A bin is a circular list through the tags of its runs' heads; the bitmap has its bit while it is not empty.
+//   F2  A bin is a circular list through the tags of its runs' heads, and knows how many they are; the bitmap has its
+//       bit while it is not empty.
 //   F3  The trie is a binary digital tree on (length, head), most significant bit first: a node lies somewhere on the
 //       path that its key spells, and its tag holds its two children. Depth is at most 48 bits in any case.
 //   F4  A sector knows how many heads lie in it; the sector bitmap has its bit while that is not zero.
@@ -13,8 +14,8 @@
 // order, and O(1).
 //
 // Cost: best_fit, longest, remove_front and insert are O(1) for short runs, and take at most 48 steps for longer ones.
-// remove scans back to the head of the run, by sectors: at most capacity / 2048 blocks. fits visits runs that are long
-// enough, the long ones first, until it has found what was wanted.
+// remove scans back to the head of the run, by sectors: at most capacity / 2048 blocks. fits visits the runs of the
+// trie, of which there are at most capacity / 4096, and each bin once, until it has found what was wanted.
 //
 // Memory: the links lie in the metadata of the free blocks themselves; the set has a fixed size. Of blocks that are not
 // free it reads the states alone, and only of those next to a free run: so the owner of long runs may leave the
@@ -102,6 +103,7 @@ class FreeSet {
   Bitmap4096 bins_used_;                                // bit length - 1
   Bitmap4096 sectors_used_;                             // bit head >> sector_shift_
   std::array<std::uint32_t, kShortMax> bins_;           // a head, or kNone
+  std::array<std::uint32_t, kShortMax> bin_runs_{};     // how many are in each
   std::array<std::uint16_t, kSectors> sector_heads_{};  // a sector has at most 4096 blocks, so 2048 heads
 };
 

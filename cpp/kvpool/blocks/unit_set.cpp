@@ -31,6 +31,7 @@ std::uint32_t UnitSet::longest_free() const noexcept {
 }
 
 std::size_t UnitSet::fits(std::uint32_t size, std::size_t most) const noexcept {
+  if (size == 1) return free_units_ < most ? free_units_ : most;
   return size > free_units_ ? 0 : free_.fits(size, most);
 }
 
