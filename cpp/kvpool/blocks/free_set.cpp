@@ -27,7 +27,8 @@ constexpr unsigned top_bit(std::uint64_t bits) noexcept { return static_cast<uns
 
 }  // namespace
 
-FreeSet::FreeSet(BlockMeta* meta, std::uint32_t blocks) noexcept : meta_(meta), blocks_(blocks) {
+FreeSet::FreeSet(BlockMeta* meta, std::uint32_t blocks, BinRuns* bin_runs) noexcept
+    : meta_(meta), blocks_(blocks), bin_runs_(bin_runs) {
   bins_.fill(kNone);
   if (blocks == 0) return;
   while ((blocks - 1) >> sector_shift_ >= kSectors) ++sector_shift_;
@@ -49,11 +50,12 @@ std::uint32_t FreeSet::longest() const noexcept {
 }
 
 std::size_t FreeSet::fits(std::uint32_t n, std::size_t most) const noexcept {
+  KVPOOL_DCHECK(bin_runs_ != nullptr);
   std::size_t found = trie_fits(trie_root_, n, most);
   if (n > kShortMax) return found;
   for (std::uint32_t bin = bins_used_.first_from(n - 1); bin != Bitmap4096::kNone && found < most;
        bin = bin + 1 < kShortMax ? bins_used_.first_from(bin + 1) : Bitmap4096::kNone) {
-    found += std::size_t{bin_runs_[bin]} * ((bin + 1) / n);
+    found += std::size_t{(*bin_runs_)[bin]} * ((bin + 1) / n);
   }
   return std::min(found, most);
 }
@@ -140,7 +142,7 @@ void FreeSet::unlink(std::uint32_t head, std::uint32_t length) noexcept {
 // allocations drift down and the high end of the medium stays in long runs.
 void FreeSet::bin_insert(std::uint32_t head, std::uint32_t length) noexcept {
   std::uint32_t& first = bins_[length - 1];
-  ++bin_runs_[length - 1];
+  if (bin_runs_ != nullptr) ++(*bin_runs_)[length - 1];
   if (first == kNone) {
     meta_[head].tag = make_links(head, head);
     first = head;
@@ -155,7 +157,7 @@ void FreeSet::bin_insert(std::uint32_t head, std::uint32_t length) noexcept {
 }
 
 void FreeSet::bin_remove(std::uint32_t head, std::uint32_t length) noexcept {
-  --bin_runs_[length - 1];
+  if (bin_runs_ != nullptr) --(*bin_runs_)[length - 1];
   const std::uint32_t next = low_link(meta_[head].tag);
   const std::uint32_t previous = high_link(meta_[head].tag);
   std::uint32_t& first = bins_[length - 1];
@@ -350,7 +352,8 @@ std::uint64_t FreeSet::audit_bins(const char* name) const {
       if (++linked > runs_) audit_failed(name, "a bin's list does not end", head);
       head = next == first ? kNone : next;
     }
-    if (linked - before != bin_runs_[bin]) audit_failed(name, "a bin counts its runs wrong", bin + 1);
+    if (bin_runs_ != nullptr && linked - before != (*bin_runs_)[bin])
+      audit_failed(name, "a bin counts its runs wrong", bin + 1);
   }
   return linked;
 }

@@ -23,7 +23,7 @@ std::uint32_t taken_length(const BlockMeta& first) noexcept { return first.mark;
 }  // namespace
 
 UnitSet::UnitSet(std::uint32_t units)
-    : meta_(make_meta(units)), units_(units), free_units_(units), free_(meta_.get(), units) {}
+    : meta_(make_meta(units)), units_(units), free_units_(units), free_(meta_.get(), units, &bin_runs_) {}
 
 std::uint32_t UnitSet::longest_free() const noexcept {
   const std::uint32_t head = free_.longest();
