@@ -43,7 +43,7 @@ py::tuple scheduler_facts(const PeerNode& node) {
 }
 
 LocalMemory memory_of(Pool& pool) {
-  pool.check_whole("a rank of an instance");
+  pool.check_unshared("a rank of an instance");
   return {pool.layout(), pool.arenas()};
 }
 

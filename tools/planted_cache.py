@@ -59,7 +59,11 @@ CACHE_BUGS: Final = (
         "asleep-under-a-reader",
         "blocks",
         "HBM is unmapped while a transfer or a sequence still reads it: the process dies",
-        in_cpp("blocks/cache_blocks_suspend.cpp", "use.read += readers > 0 ? 1 : 0", "use.read += 0 * readers"),
+        in_cpp(
+            "blocks/cache_blocks_suspend.cpp",
+            "use.read += readers[block] > 0 ? 1 : 0",
+            "use.read += 0 * readers[block]",
+        ),
         ("suspend_test.cpp",),
     ),
     Bug(

@@ -173,13 +173,38 @@ SPACE_BUGS: Final = (
     Bug(
         "pieces-of-nobody",
         "blocks",
-        "the pieces of a block name no block: the reclaimer drops another one",
+        "the pieces of a block name no block: an eviction, or a cache that leaves, frees another one",
         in_cpp(
             "blocks/cache_blocks.cpp",
             "  for (const std::uint32_t first : piece_units_) units.set_block(first, block);\n",
             "",
         ),
         _PIECES,
+    ),
+    Bug(
+        "blocks-of-units-overlap",
+        "cuda",
+        "a kernel writes blocks of a space of which one begins within another",
+        in_cpp(
+            "cuda/kernel_plan.cpp",
+            "*distance >= (strip.bytes - 1) / strip.to_stride + 1",
+            "*distance > 0",
+        ),
+        ("kernels_test.cpp",),
+    ),
+    Bug(
+        "generations-of-a-cache-that-left",
+        "blocks",
+        "a cache that joins a space gives out addresses that one which has left it gave out before (Z3)",
+        in_cpp("blocks/block_store.h", "return first_generation_ + generations_given_;", "return first_generation_;"),
+        ("shared_space_test.cpp",),
+    ),
+    Bug(
+        "unit-numbers-as-a-ranks-blocks",
+        "pool",
+        "a model's pool of a space becomes the memory of a rank, whose blocks then overlap",
+        in_cpp("pool/pool_blocks.cpp", "if (!blocks_->space().shared()) return;", "if (pieces() == 1) return;"),
+        ("shared_pools_test.cpp",),
     ),
     Bug(
         "place-across-a-block-in-use",

@@ -196,6 +196,6 @@ def run(context: Context) -> Report:
                     ),
                 ]
     report.notes.append(
-        "A block lies in any run of units (ADR 0065), and with pieces=layer in one run for each layer if it finds none."
+        "A block lies in any run of units (ADR 0067), and with pieces=layer in one run for each layer if it finds none."
     )
     return report

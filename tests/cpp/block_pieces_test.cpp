@@ -74,11 +74,12 @@ TEST_CASE("the table of pieces agrees with a naive model, and uses the room of b
         }
       } else if (model.size() < 5) {
         Units units{block};
-        while (units.size() < 4) units.push_back(static_cast<std::uint32_t>(random() % 1000));
+        while (units.size() < 4) units.push_back(block + static_cast<std::uint32_t>(random() % 1000));
         table.scatter(block, units);
         model[block] = units;
       }
       REQUIRE(table.scattered() == model.size());
+      table.audit("", [&](std::uint32_t each) { return model.contains(each); });
       for (std::uint32_t each = 0; each < 40; ++each) {
         const auto found = model.find(each);
         REQUIRE(table.whole(each) == (found == model.end()));
@@ -89,6 +90,17 @@ TEST_CASE("the table of pieces agrees with a naive model, and uses the room of b
     }
     CHECK(table.metadata_bytes() <= (40 + 5 * 4) * 4);
   }
+}
+
+TEST_CASE("the audit of a table finds a list of a free block, and one whose block is not the least of its places") {
+  const auto fault_of = [](const Units& units, bool has_units) {
+    BlockPieces table(40, 5, 3, 2);
+    table.scatter(7, units);
+    return code_of([&] { table.audit("HBM", [&](std::uint32_t block) { return has_units && block == 7; }); });
+  };
+  CHECK(fault_of({7, 20, 30}, true) == std::nullopt);
+  CHECK(fault_of({7, 20, 30}, false) == ErrorCode::kAudit);
+  CHECK(fault_of({7, 4, 30}, true) == ErrorCode::kAudit);
 }
 
 TEST_CASE("a block that finds no run takes one for each piece, all or none, and its number is the first of them") {
@@ -190,6 +202,9 @@ TEST_CASE("the audit of a space finds pieces that are not where the table says")
         }) == ErrorCode::kAudit);
   CHECK(audit_of([](Full&, UnitSet&, BlockPieces& pieces, Address block) { pieces.forget(block_of(block)); }) ==
         ErrorCode::kAudit);
+  CHECK(audit_of([](Full&, UnitSet&, BlockPieces& pieces, Address) {
+          pieces.scatter(16, Units{16, 18, 20});  // no block has this number
+        }) == ErrorCode::kAudit);
 }
 
 TEST_CASE("blocks are cut only into whole units, and only where several caches share a space") {

@@ -15,6 +15,7 @@
 #include "device_kit.h"
 #include "kvpool/arena/device_arena.h"
 #include "kvpool/base/clock.h"
+#include "kvpool/cuda/kernel_plan.h"
 #include "kvpool/net/reactor.h"
 #include "thrown.h"
 
@@ -32,6 +33,7 @@ class TellingKernels {
   explicit TellingKernels(const FakeCuda& cuda) : kernels_(cuda), set_(kernels_.set()) {
     real() = set_.copy;
     set_.copy = [](const cuda::CopyJob& job, cuda::Stream stream, const cuda::LaunchOptions& options) {
+      cuda::check_job(job);  // as every set of kernels does
       const int code = on_launch() ? on_launch()() : 0;
       return code != 0 ? code : real()(job, stream, options);
     };
@@ -152,6 +154,55 @@ TEST_CASE("a write by the GPU has at most two parts under way") {
     CHECK(outcome.bytes == route.parts() * kRouteBlockBytes);
     CHECK(outcome.calls == route.parts());
     CHECK(route.done == outcome.bytes);
+  }
+  CHECK(cuda.left() == "");
+}
+
+TEST_CASE("one launch writes several blocks to a model of a space, whose blocks are numbered by units") {
+  constexpr std::size_t kUnit = kRouteBlockBytes / 4;
+  const FakeCuda cuda;
+  const TellingKernels kernels(cuda);
+  int launches = 0;
+  TellingKernels::on_launch() = [&] {
+    ++launches;
+    return 0;
+  };
+  {
+    const DeviceArenaOptions options{.blocks = kRouteBlocks, .segment_bytes = {kRouteBlockBytes}};
+    const auto from = std::make_shared<DeviceArena>(options);
+    const auto to = std::make_shared<DeviceArena>(options);
+    for (std::uint32_t block = 0; block < kRouteBlocks; ++block) {
+      fill_block(cuda, *from, block, static_cast<std::uint8_t>(10 + block));
+      fill_block(cuda, *to, block, 1);
+    }
+    GpuSide local;
+    local.context = from->context();
+    local.kernels = &kernels.set();
+    local.spans[0] = {from->blocks(), from->segments()};
+    local.on_gpu[0] = true;
+    local.keepalive = from;
+    GpuPeer peer;
+    peer.spans[0] = {4 * kRouteBlocks - 3, {Segment{to->segments().front().base, kUnit, kRouteBlockBytes}}};
+    peer.on_gpu[0] = true;
+    peer.keepalive = to;
+    const std::unique_ptr<Route> route = make_cuda_loopback_route(std::move(local), std::move(peer));
+    const auto hbm = [](std::uint32_t block) { return make_address(1, Medium::kHbm, 0, block); };
+    const std::vector<Address> sources{hbm(7), hbm(2), hbm(4)};
+    const std::vector<Address> targets{hbm(24), hbm(0), hbm(4)};  // units; the last two are neighbours
+    const BlockStrip whole{0, 0, kRouteBlockBytes};
+    std::atomic<std::uint64_t> done{0};
+    WriteRequest request;
+    request.strips = {&whole, 1};
+    request.from = sources;
+    request.to = targets;
+    request.deadline_ns = monotonic_ns() + 60'000'000'000;
+    request.bytes_done = &done;
+    CHECK(route->write(request).bytes == 3 * kRouteBlockBytes);
+    CHECK(launches == 1);
+    for (std::uint32_t block = 0; block < kRouteBlocks; ++block) {
+      const int wanted = block == 6 ? 17 : block == 0 ? 12 : block == 1 ? 14 : 1;
+      CHECK(block_is(cuda, *to, block, static_cast<std::uint8_t>(wanted)));
+    }
   }
   CHECK(cuda.left() == "");
 }

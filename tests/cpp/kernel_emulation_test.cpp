@@ -152,6 +152,18 @@ TEST_CASE("lengths around the end of a tile") {
   }
 }
 
+TEST_CASE("blocks at any unit, longer than the stride, are copied between media of units") {
+  Dice dice(8);
+  for (const std::size_t unit : {16, 20, 48}) {
+    const std::size_t bytes = 5 * unit - 3;
+    Buffer from(40 * unit, 0, dice);
+    Buffer to(40 * unit, 0, dice);
+    const std::vector<PlannedStrip> strips{{from.base, to.base, bytes, unit, unit}};
+    const std::vector<BlockPair> pairs{{3, 21}, {30, 0}, {9, 7}, {14, 35}, {20, 12}};
+    compare(CopyJob{strips, pairs}, from, to, {}, 2);
+  }
+}
+
 TEST_CASE("a job that exceeds one launch is cut, or uses the table space") {
   Dice dice(3);
   const std::size_t bytes = 16;

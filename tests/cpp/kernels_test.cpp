@@ -3,6 +3,7 @@
 
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <string>
@@ -71,6 +72,30 @@ TEST_CASE("an impossible copy is refused with the reason") {
   REQUIRE(error);
   REQUIRE(error->fields().size() == 1);
   CHECK(error->fields()[0].second == 1);  // which strip
+}
+
+// As in a space, where a block's number is its first unit.
+TEST_CASE("blocks that are longer than the stride are written where they do not overlap") {
+  Place place;
+  const std::vector<PlannedStrip> strips{{place.from, place.to, 40, 16, 16}};
+  const auto launches = [](void* count, const TableLaunch&) {
+    ++*static_cast<int*>(count);
+    return 0;
+  };
+  for (const std::size_t i : {0, 1, 2, 3, 4}) place.from[i * 16] = static_cast<std::byte>(i + 1);
+  const std::vector<BlockPair> apart{{1, 7}, {4, 0}, {0, 4}};  // 3 units each
+  int launched = 0;
+  CHECK(launch_job(CopyJob{strips, apart}, {}, launches, &launched) == 0);
+  CHECK(launched == 1);
+  REQUIRE(reference_kernels().copy({strips, apart}, nullptr, {}) == 0);
+  for (const BlockPair& pair : apart) {
+    CHECK(std::equal(place.from + pair.from * 16, place.from + pair.from * 16 + 40, place.to + pair.to * 16));
+  }
+  CHECK(place.to[3 * 16] == std::byte{0});
+  CHECK(has(refusal({strips, std::vector<BlockPair>{{1, 7}, {4, 0}, {0, 2}}}), "next block is 32 bytes on"));
+  CHECK(has(refusal({strips, std::vector<BlockPair>{{1, 7}, {4, 7}}}), "next block is 0 bytes on"));
+  const std::vector<PlannedStrip> fixed{{place.from, place.to, 40, 16, 0}};
+  CHECK(has(refusal({fixed, apart}), "next block"));
 }
 
 TEST_CASE("a copy without strips or pairs does nothing") {

@@ -164,6 +164,17 @@ TEST_CASE("a pool joins a space with arenas that fit, and leaves it again") {
   first->audit();
 }
 
+TEST_CASE("a pool of a space is refused where blocks must be numbered one after another, in pieces or not") {
+  Space space(24, 12, 2);
+  for (const std::uint32_t pieces : {1U, 2U}) {
+    const auto pool = space.make_pool(4, true, pieces);
+    std::string text;
+    CHECK(code_of([&] { pool->check_unshared("a rank"); }, &text) == ErrorCode::kUnsupported);
+    CHECK(text.find("a rank needs") == 0);
+  }
+  Pool(small_options(8, 4)).check_unshared("a rank");
+}
+
 TEST_CASE("pools of one space join a cluster under separate ids") {
   Space space(24, 12, 2);
   const auto first = space.make_pool(3);

@@ -244,6 +244,47 @@ TEST_CASE("several caches share no more units than an address can number") {
   CHECK_FALSE(error_of([] { BlockSpace(units(0, kMost + 1), 1); }));
 }
 
+TEST_CASE("an engine allocates no blocks of a space that several caches share") {
+  BlockSpace space(MediumMap<std::uint32_t>{8, 8, 0}, 2);
+  CHECK(code_of([&] { CacheBlocks(space, {.block_units = 2, .engine_allocates = true}); }) == ErrorCode::kUnsupported);
+  const CacheBlocks one(space, {.block_units = 2});
+  const CacheBlocks other(space, {.block_units = 3});  // the one that was refused has left no trace
+  CHECK_FALSE(one.engine_allocates());
+  BlockSpace own(MediumMap<std::uint32_t>{8, 8, 0});
+  CHECK(CacheBlocks(own, {.engine_allocates = true}).engine_allocates());
+}
+
+TEST_CASE("a cache that leaves gives back blocks between free runs and blocks of others") {
+  BlockSpace space(MediumMap<std::uint32_t>{40, 0, 0}, 3);
+  CacheBlocks stays(space, {.block_units = 2});
+  Addresses twos(2);
+  Addresses threes(6);
+  {
+    CacheBlocks leaves(space, {.block_units = 3});
+    const auto take = [](CacheBlocks& blocks, Addresses& all, std::size_t at, std::size_t n) {
+      REQUIRE(blocks.take(n, Medium::kHbm, BlockState::kActive, all.data() + at));
+    };
+    for (std::size_t i = 0; i < 3; ++i) {  // two of three units, then one of two
+      take(leaves, threes, 2 * i, 2);
+      if (i < 2) take(stays, twos, i, 1);
+    }
+    // A free run before a cached block, two cached ones side by side, and one between a block in use and a free run.
+    leaves.release(threes.data(), 1);
+    leaves.give({&threes[1], 1}, {BlockState::kHistorical, 0, 0});
+    leaves.give({&threes[2], 2}, {BlockState::kHistorical, 0, 0});
+    leaves.give({&threes[5], 1}, {BlockState::kHistorical, 0, 0});
+  }
+  stays.audit();
+  const UnitCounts counts = space.counts(Medium::kHbm);
+  CHECK(counts.by_state[static_cast<std::size_t>(BlockState::kFree)] == 40 - 2 * 2 - 3);
+  CHECK(counts.by_state[static_cast<std::size_t>(BlockState::kRetired)] == 3);
+  CHECK(space.unit_set(Medium::kHbm).free_runs() == 3);
+  CacheBlocks next(space, {.block_units = 3});
+  Address again = 0;
+  REQUIRE(next.take(1, Medium::kHbm, BlockState::kActive, &again));
+  for (const Address earlier : threes) CHECK(again != earlier);
+}
+
 TEST_CASE("a space has no more caches than it was made for") {
   CHECK(code_of([] { BlockSpace(units(4, 4), 0); }) == ErrorCode::kArgument);
   CHECK(code_of([] { BlockSpace(units(4, 4), BlockSpace::kCachesMax + 1); }) == ErrorCode::kArgument);

@@ -6,6 +6,7 @@ import threading
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 from attach_kit import url  # noqa: F401  (a fixture)
 from kit import BLOCK, prompt, run_script
@@ -207,6 +208,37 @@ def test_models_of_a_space_are_members_of_a_cluster_each_and_send_blocks(url):  
             other.free(lent)
             space.unload("a", drain=20)
             assert a.closed
+    finally:
+        for cluster in clusters:
+            cluster.close()
+
+
+def test_a_model_receives_blocks_at_any_units_from_a_pool_whose_blocks_are_units(url):  # noqa: F811
+    clusters = [kvpool.Cluster.join(url, heartbeat=0.5) for _ in range(2)]
+    try:
+        with space_of() as space, kvpool.Pool(layout(3), 8, 8, huge_pages="never") as plain:
+            small = space.load("small", layout(1))
+            model = space.load("model", layout(3))
+            # So that the model's blocks lie at units that are no multiples of three.
+            held = small.alloc(24)
+            units = kvpool.block_ids(held)
+            free = np.isin(units, [1, 2, 3, 5, 6, 7, 10, 11, 12, 13, 14, 15])
+            small.free(held[free])
+            held = held[~free]
+            small.tensor().numpy()[kvpool.block_ids(held)] = 77
+            plain.attach(clusters[0], name="plain")
+            model.attach(clusters[1], name="model")
+            clusters[0].wait_for(n=2, timeout=60)
+            addrs = plain.alloc(4)
+            view = plain.tensor(HBM).numpy()
+            rows = kvpool.block_ids(addrs)
+            view[rows] = np.random.default_rng(4).integers(1, 70, view[rows].shape, view.dtype)
+            plain.transfer_with_insert("model", prompt(4), addrs).wait(20)
+            with model.match(prompt(4)) as hit:
+                assert hit.tokens == 4 * BLOCK
+                assert sorted(kvpool.block_ids(hit.addrs).tolist()) == [1, 5, 10, 13]
+                assert (model.tensor(HBM).numpy()[kvpool.block_ids(hit.addrs)] == view[rows]).all()
+            assert (small.tensor().numpy()[kvpool.block_ids(held)] == 77).all()
     finally:
         for cluster in clusters:
             cluster.close()

@@ -23,9 +23,9 @@ def space() -> Any:
         made.audit()
 
 
-def layered(layers: int) -> KVLayout:
-    """A layout whose layers are a unit each."""
-    return KVLayout(layers, 2, 64, "float32", BLOCK)
+def layered(layers: int, units: int = 1) -> KVLayout:
+    """A layout whose layers have so many units each."""
+    return KVLayout(layers, 2 * units, 64, "float32", BLOCK)
 
 
 def comb(pool: Any, units: int, medium: kvpool.Medium = HBM) -> Any:
@@ -91,6 +91,23 @@ def test_a_block_that_finds_a_run_is_whole(space):
     assert whole.block_table(whole.alloc(2)).tolist() == [8, 11]
     with pytest.raises(kvpool.StateError):
         whole.pages()
+
+
+def test_a_model_of_one_layer_has_the_views_that_its_pieces_say(space):
+    layered_pool = space.load("layer", layered(1, 2), pieces="layer")
+    addrs = layered_pool.alloc(2)
+    assert layered_pool.block_table(addrs).tolist() == [[0, 2]]
+    write(layered_pool, addrs, 2)
+    assert is_written(layered_pool, addrs, 2)
+    whole = space.load("whole", layered(1, 2))
+    assert whole.block_table(whole.alloc(2)).tolist() == [4, 6]
+    with pytest.raises(kvpool.StateError):
+        whole.pages()
+    layered_pool.free(addrs)
+    space.unload("layer", keep="dram")
+    with pytest.raises(kvpool.ArgumentError, match="pieces"):
+        space.load("layer", layered(1, 2))
+    assert space.load("layer", layered(1, 2), pieces="layer") is layered_pool
 
 
 def test_a_prompt_goes_to_dram_and_back_with_all_of_its_pieces(space):
@@ -169,23 +186,65 @@ def test_a_kept_model_comes_back_with_the_pieces_that_it_had(space):
     assert space.load("a", layered(2), pieces="layer") is pool
 
 
-def test_no_allocation_fails_while_free_and_cached_units_suffice():
+def test_a_block_that_a_neighbour_needs_goes_with_all_of_its_pieces_and_no_other_block_goes():
+    with space_of(audit=False) as space:  # an audit would find what this test is about
+        small = space.load("small", layout(1))
+        between = comb(small, 24)
+        pool = space.load("a", layered(3), pieces="layer")
+        blocks = pool.alloc(2)
+        write(pool, blocks, 6)
+        for at in range(2):
+            pool.insert(prompt(1, at + 1), blocks[at : at + 1]).close()
+        # One unit between two pieces of the second block becomes free: a place with either of them.
+        units = pool.block_table(blocks)[:, 1]
+        small.free(between[kvpool.block_ids(between) == units[1] + 1])
+        wide = space.load("wide", layout(2))
+        (taken,) = kvpool.block_ids(wide.alloc(1))
+        wide.tensor().numpy()[taken] = 1
+        assert pool.match(prompt(1, 2)).tokens == 0
+        with pool.match(prompt(1, 1)) as hit:
+            assert hit.tokens == BLOCK
+            view = pool.pages().numpy()
+            for layer, unit in enumerate(pool.block_table(hit.addrs)[:, 0]):
+                assert (view[unit] == 6000 + layer).all()
+        assert pool.stats().hbm.historical == 1
+
+
+def places(units: int, held: list[Any], size: int) -> int:
+    """How many runs of `size` units lie in a tier beside the held blocks."""
+    taken = np.zeros(units, bool)
+    for pool, addrs, _ in held:
+        of_layer = pool.kv_layout.block_bytes // pool.kv_layout.layers // UNIT
+        for first in pool.block_table(addrs).ravel():
+            assert not taken[first : first + of_layer].any()
+            taken[first : first + of_layer] = True
+    runs = "".join("x" if one else "." for one in taken).split("x")
+    return sum(len(run) // size for run in runs)
+
+
+@pytest.mark.parametrize(
+    "sizes", [((4, 1), (7, 1), (1, 1)), ((3, 2), (2, 3), (2, 5))], ids=["layers of a unit", "layers of 2, 3, 5 units"]
+)
+def test_no_allocation_fails_while_free_and_cached_places_suffice(sizes):
+    units = 60 if sizes[0][1] == 1 else 90
     for seed in range(20 if LONG else 3):
         dice = random.Random(seed)
-        with space_of(60, 24) as space:
-            pools: list[Any] = [
-                space.load("a", layered(4), pieces="layer"),
-                space.load("b", layered(7), pieces="layer"),
-                space.load("c", layered(1), pieces="layer"),
-            ]
+        with space_of(units, 24) as space:
+            pools: list[Any] = [space.load(f"{at}", layered(*size), pieces="layer") for at, size in enumerate(sizes)]
             held: list[tuple[Any, Any, int]] = []
             for step in range(200):
                 pool = dice.choice(pools)
+                layers, size = sizes[pools.index(pool)]
+                n = dice.randint(1, 3)
                 full = False
                 try:
-                    addrs = pool.alloc(dice.randint(1, 3))
-                except kvpool.OutOfQuota:  # any other error fails the test: there was no place, though enough units
+                    addrs = pool.alloc(n)
+                except kvpool.OutOfQuota:
                     full = True
+                except kvpool.OutOfBlocks:  # only where blocks in use leave too few runs of a layer's units
+                    full = True
+                    assert size > 1
+                    assert places(units, held, size) < n * layers
                 else:
                     write(pool, addrs, step)
                     held.append((pool, addrs, step))

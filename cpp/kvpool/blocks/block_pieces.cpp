@@ -1,6 +1,8 @@
 #include "kvpool/blocks/block_pieces.h"
 
 #include <algorithm>
+#include <string>
+#include <vector>
 
 #include "kvpool/base/check.h"
 #include "kvpool/base/error.h"
@@ -51,6 +53,33 @@ void BlockPieces::forget(std::uint32_t block) noexcept {
   free_list_ = number;
   list_of_[block] = 0;
   --scattered_;
+}
+
+void BlockPieces::audit(const char* name, const std::function<bool(std::uint32_t block)>& has_units) const {
+  const auto fail = [&](const char* what, std::uint32_t block) {
+    throw Error(ErrorCode::kAudit, std::string(name) + " pieces: " + what + " (block " + std::to_string(block) + ")",
+                {{"block", block}});
+  };
+  if (pieces_ == 1) return;
+  std::vector<bool> seen(std::size_t{lists_used_} + 1);
+  std::uint32_t scattered = 0;
+  for (std::uint32_t block = 0; block < numbers_; ++block) {
+    const std::uint32_t number = list_of_[block];
+    if (number == 0) continue;
+    if (number > lists_used_ || seen[number]) fail("two blocks have one list, or a block has none", block);
+    seen[number] = true;
+    ++scattered;
+    if (!has_units(block)) fail("a free block is scattered", block);
+    if (std::ranges::min(units_of(block)) != block) fail("a block is not the least of its units", block);
+  }
+  if (scattered != scattered_) fail("a wrong count of scattered blocks", scattered);
+  std::uint32_t free = 0;
+  for (std::uint32_t number = free_list_; number != 0; number = list(number)[0]) {
+    if (number > lists_used_ || seen[number]) fail("a free list is used", number);
+    seen[number] = true;
+    ++free;
+  }
+  if (free + scattered != lists_used_) fail("a list is neither used nor free", free);
 }
 
 std::uint64_t BlockPieces::metadata_bytes() const noexcept {

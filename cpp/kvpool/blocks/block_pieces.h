@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
+#include <functional>
 #include <memory>
 #include <span>
 
@@ -39,6 +40,10 @@ class BlockPieces {
   void scatter(std::uint32_t block, std::span<const std::uint32_t> units) noexcept;
   // The block is whole again, since it has been freed. REQUIRES: it is not whole.
   void forget(std::uint32_t block) noexcept;
+
+  // Checks the lists: each belongs to one number that has units and is the least of its places, or is free. Throws
+  // kAudit, std::bad_alloc; `name` names the medium. `has_units`: whether a block is not free.
+  void audit(const char* name, const std::function<bool(std::uint32_t block)>& has_units) const;
 
   std::uint64_t metadata_bytes() const noexcept;
 

@@ -85,18 +85,36 @@ void BlockSpace::leave(CacheBlocks& cache) noexcept {
   seat.held = false;
   seat.ended = false;
   for (const Medium medium : kMedia) {
-    seat.next_generation[medium] = std::max(seat.next_generation[medium], cache.generation_after(medium));
-    cache.for_each_owned(medium, [&](std::uint32_t block, bool reusable) {
-      if (!reusable) left_behind_[medium] += cache.block_units();
-      if (!shared()) return;
-      cache.for_each_extent(medium, block, [&](std::uint32_t first, std::uint32_t units) {
-        if (reusable) {
-          mutable_units(medium).give_back(first, units, 1);
-        } else {
-          mutable_units(medium).abandon(first);
-        }
-      });
-    });
+    if (shared()) {
+      seat.next_generation[medium] = std::max(seat.next_generation[medium], cache.store(medium).generation_after());
+      leave_units(cache, medium);
+    } else {
+      const BlockStore& blocks = cache.store(medium);
+      for (std::uint32_t block = 0; block < blocks.numbers(); ++block) {
+        const BlockState state = blocks.state(block);
+        if (state == BlockState::kFree || state == BlockState::kSuspended) continue;
+        if (!cache.is_reusable(medium, block)) left_behind_[medium] += cache.block_units();
+      }
+    }
+  }
+}
+
+// Walks the extents, which are as many as all caches have blocks or pieces, and not the numbers of blocks, which are as
+// many as there are units.
+void BlockSpace::leave_units(const CacheBlocks& cache, Medium medium) noexcept {
+  UnitSet& units = mutable_units(medium);
+  for (std::uint32_t unit = 0; unit < units.size();) {
+    const UnitExtent extent = units.at(unit);
+    unit = extent.end();
+    if (extent.owner != cache.number()) continue;
+    if (cache.is_reusable(medium, extent.block)) {
+      // The run behind it is no extent any more when the two are one.
+      if (unit < units.size() && units.at(unit).free()) unit = units.at(unit).end();
+      units.give_back(extent.first, extent.length, 1);
+    } else {
+      units.abandon(extent.first);
+      left_behind_[medium] += extent.length;
+    }
   }
 }
 
@@ -176,6 +194,8 @@ void BlockSpace::audit_extents(Medium medium) const {
     const CacheBlocks* const cache = seats_[number].cache;
     if (cache == nullptr) continue;
     const BlockStore& store = cache->store(medium);
+    cache->pieces(medium).audit(medium_name(medium),
+                                [&](std::uint32_t block) { return store.state(block) != BlockState::kFree; });
     const std::uint32_t blocks = store.capacity() - store.free_count();
     if (owned[number] == std::uint64_t{blocks} * cache->block_units()) continue;
     fail("cache " + std::to_string(number) + " has " + std::to_string(blocks) + " blocks in " +

@@ -177,6 +177,7 @@ class BlockSpace {
   void enter(CacheBlocks& cache) noexcept;
   void set_cached(std::uint32_t number, const CachedBlocks* cached) noexcept;
   void leave(CacheBlocks& cache) noexcept;
+  void leave_units(const CacheBlocks& cache, Medium medium) noexcept;
   UnitSet& mutable_units(Medium medium) noexcept { return *shared_units_[medium]; }
   void audit_extents(Medium medium) const;
 

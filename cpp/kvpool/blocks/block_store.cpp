@@ -1,5 +1,6 @@
 #include "kvpool/blocks/block_store.h"
 
+#include <algorithm>
 #include <bit>
 #include <string>
 
@@ -137,6 +138,7 @@ void BlockStore::place(std::uint32_t first, std::uint32_t step, std::uint32_t n,
   for (std::uint32_t i = 0; i < n; ++i, block += step) {
     KVPOOL_DCHECK(meta(block).is_free());
     const std::uint32_t word = meta_[block].word;  // as in hand_out()
+    generations_given_ = std::max(generations_given_, (word >> BlockMeta::kStateBits) + 1);
     meta_[block].word = word | static_cast<std::uint32_t>(to);
     out[i] = base + block + (static_cast<Address>(word) << (kGenerationShift - BlockMeta::kStateBits));
   }

@@ -143,6 +143,9 @@ class BlockStore {
   // first generation <= generation <= last generation.
   void set_generation_for_test(std::uint32_t block, std::uint32_t generation) noexcept;
 
+  // A generation above all that place() has given out.
+  std::uint32_t generation_after() const noexcept { return first_generation_ + generations_given_; }
+
   FreeRuns free_runs() const noexcept;
   std::uint64_t metadata_bytes() const noexcept;
 
@@ -183,6 +186,7 @@ class BlockStore {
   Medium medium_;
   std::array<std::uint32_t, kBlockStateCount> counts_{};
   std::uint64_t released_ = 0;
+  std::uint32_t generations_given_ = 0;  // by place(), from the first one on
   FreeSet free_;
 };
 

@@ -15,6 +15,12 @@ std::uint32_t checked_units(std::uint32_t block_units) {
   throw Error(ErrorCode::kArgument, "a block has at least one unit");
 }
 
+// An engine names the blocks that it takes by their numbers, each of which another cache's block may overlap.
+bool checked_allocates(const BlockSpace& space, bool engine_allocates) {
+  if (!engine_allocates || !space.shared()) return engine_allocates;
+  throw Error(ErrorCode::kUnsupported, "an engine cannot allocate blocks of a space that several caches share");
+}
+
 using One = std::integral_constant<std::uint32_t, 1>;
 
 // visit(medium, first, n) for every run of blocks whose numbers ascend in the list by `step`.
@@ -39,7 +45,7 @@ CacheBlocks::CacheBlocks(BlockSpace& space, const CacheShape& shape)
     : space_(space),
       seat_(space),
       block_units_(checked_units(shape.block_units)),
-      engine_allocates_(shape.engine_allocates),
+      engine_allocates_(checked_allocates(space, shape.engine_allocates)),
       shared_(space.shared()),
       stores_{make_store(Medium::kHbm, shape), make_store(Medium::kDram, shape), make_store(Medium::kDisk, shape)},
       pieces_{make_pieces(Medium::kHbm, shape), make_pieces(Medium::kDram, shape), make_pieces(Medium::kDisk, shape)},
@@ -107,8 +113,8 @@ std::size_t CacheBlocks::takeable(std::size_t n, Medium medium) const noexcept {
   return space_.has_quotas() ? std::min(n, space_.may_take(*this, medium)) : n;
 }
 
-std::size_t CacheBlocks::cacheable(Medium medium) const noexcept {
-  const std::size_t most = space_.has_quotas() ? space_.may_cache(*this, medium) : SIZE_MAX;
+std::size_t CacheBlocks::cacheable(Medium medium, std::size_t most) const noexcept {
+  if (space_.has_quotas()) most = std::min(most, space_.may_cache(*this, medium));
   return free_blocks(medium, most);
 }
 
@@ -225,17 +231,6 @@ void CacheBlocks::release_units(Medium medium, std::uint32_t first, std::uint32_
     give_back(block);  // this one keeps its units: it is read, or retired, or lies elsewhere
   }
   give_back(end);
-}
-
-std::uint32_t CacheBlocks::generation_after(Medium medium) const noexcept {
-  const BlockStore& blocks = store(medium);
-  std::uint32_t after = 0;
-  for (std::uint32_t block = 0; block < blocks.numbers(); ++block) {
-    // The generation of a block that is free has not been given out yet.
-    const std::uint32_t next = blocks.generation(block) + (is_owned(blocks.state(block)) ? 1 : 0);
-    after = std::max(after, next);
-  }
-  return after;
 }
 
 // --- addresses that callers name ---
@@ -383,7 +378,7 @@ void CacheBlocks::check_filled(Address address, std::size_t position) const {
 
 void CacheBlocks::hold_for_reading(const Address* addresses, std::size_t n, std::uint64_t for_incarnation) {
   for (const Medium medium : kMedia) {
-    if (readers_[medium].empty()) readers_[medium].resize(store(medium).numbers());
+    if (readers_[medium].empty()) readers_[medium].begin(store(medium).numbers());
   }
   for (std::size_t i = 0; i < n; ++i) {
     try {
@@ -455,7 +450,7 @@ void CacheBlocks::audit() const {
   for (const BlockStore& blocks : stores_) blocks.audit();
   for (const Medium medium : kMedia) {
     const BlockStore& blocks = store(medium);
-    const std::vector<std::uint16_t>& readers = readers_[medium];
+    const ReaderCounts& readers = readers_[medium];
     std::uint32_t unread = 0;
     for (std::uint32_t block = 0; block < readers.size(); ++block) {
       if (readers[block] > 0 && blocks.state(block) == BlockState::kFree) fail("a free block is read (L2)");

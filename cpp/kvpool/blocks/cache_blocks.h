@@ -31,6 +31,7 @@
 #include "kvpool/blocks/block_pieces.h"
 #include "kvpool/blocks/block_space.h"
 #include "kvpool/blocks/block_store.h"
+#include "kvpool/blocks/reader_counts.h"
 
 namespace kvpool {
 
@@ -71,7 +72,8 @@ class CacheBlocks {
   static constexpr std::uint32_t kNeverFilled = UINT32_MAX;
 
   // Has at most as many blocks as fit into the units of each medium. `space` outlives this. Throws kArgument for a size
-  // of 0, kState when the space already has its maximum of caches, kOutOfMemory.
+  // of 0 or pieces that are no whole units, kUnsupported when an engine allocates in a space that several caches share,
+  // kState when the space already has its maximum of caches, kOutOfMemory.
   CacheBlocks(BlockSpace& space, const CacheShape& shape);
   ~CacheBlocks();
   CacheBlocks(const CacheBlocks&) = delete;
@@ -115,7 +117,7 @@ class CacheBlocks {
   // The number of blocks, free or not; for MIXED, of those that take() can use.
   std::size_t capacity(MediumChoice choice) const noexcept;
   // How many blocks take() can take now, of `most` that somebody wants. In a space with several caches only blocks
-  // count that find a run of units for all of them, or for each of their pieces; counting visits runs.
+  // count that find a run of units for all of them, or for each of their pieces.
   std::size_t free_blocks(Medium medium, std::size_t most = SIZE_MAX) const noexcept {
     const std::size_t at_most = std::min<std::size_t>(store(medium).free_count(), most);
     if (shared_) [[unlikely]] {
@@ -127,6 +129,7 @@ class CacheBlocks {
   std::uint32_t run_units() const noexcept { return block_units_ / pieces_count(); }
   // Where blocks lie, if the space has several caches. A block that has an owner may be read without the lock.
   const BlockPieces& pieces(Medium medium) const noexcept { return pieces_[medium]; }
+  const ReaderCounts& readers(Medium medium) const noexcept { return readers_[medium]; }
   std::uint32_t pieces_count() const noexcept { return pieces_[Medium::kHbm].pieces(); }
   // Blocks without an owner for which there are no units, or no run of them, because other caches have blocks there.
   std::uint32_t displaced(Medium medium) const noexcept {
@@ -158,8 +161,8 @@ class CacheBlocks {
   bool take(std::size_t n, MediumChoice choice, BlockState to, Address* out) noexcept;
   // How many of n blocks take_within() can take now.
   std::size_t takeable(std::size_t n, Medium medium) const noexcept;
-  // Free blocks that the limit leaves for cached content.
-  std::size_t cacheable(Medium medium) const noexcept;
+  // Free blocks that the limit leaves for cached content, of `most` that somebody wants.
+  std::size_t cacheable(Medium medium, std::size_t most) const noexcept;
   // Takes exactly this block; false if it is not free or does not exist. REQUIRES: the space has no other caches.
   bool take_block(Medium medium, std::uint32_t block, BlockState to, Address* out) noexcept;
   // Frees blocks, run by run; blocks that a transfer reads become free after it has read them. REQUIRES: they are
@@ -269,18 +272,10 @@ class CacheBlocks {
     if (pieces.whole(block)) return visit(block, block_units_);
     for (const std::uint32_t first : pieces.units_of(block)) visit(first, pieces.piece_units());
   }
-  // A generation above all that were given out.
-  std::uint32_t generation_after(Medium medium) const noexcept;
-  // visit(block, reusable) for each block that is not free. Reusable: nothing can write or reads it.
-  template <class Visit>
-  void for_each_owned(Medium medium, Visit&& visit) const {
+  // Whether nothing can write or reads this block, though it is not free.
+  bool is_reusable(Medium medium, std::uint32_t block) const noexcept {
     const BlockStore& blocks = store(medium);
-    for (std::uint32_t block = 0; block < blocks.numbers(); ++block) {
-      const BlockState state = blocks.state(block);
-      if (state == BlockState::kFree || state == BlockState::kSuspended) continue;
-      const bool read = !readers_[medium].empty() && readers_[medium][block] > 0;
-      visit(block, state == BlockState::kHistorical && !read && !store(medium).filling(block));
-    }
+    return blocks.state(block) == BlockState::kHistorical && !is_read(medium, block) && !blocks.filling(block);
   }
 
   BlockSpace& space_;
@@ -292,10 +287,10 @@ class CacheBlocks {
   bool hbm_suspended_ = false;
   MediumMap<BlockStore> stores_;
   MediumMap<BlockPieces> pieces_;
-  std::vector<std::uint32_t> piece_units_;         // of a block that is being scattered
-  MediumMap<std::vector<std::uint16_t>> readers_;  // of each block; empty until the first transfer
-  std::uint64_t check_stamp_ = kUnreadTag;         // tags active blocks while a list is checked for duplicates
-  MediumMap<std::uint32_t> unread_{};              // blocks that were freed and wait for their readers (L2)
+  std::vector<std::uint32_t> piece_units_;  // of a block that is being scattered
+  MediumMap<ReaderCounts> readers_;         // of each block; empty until the first transfer
+  std::uint64_t check_stamp_ = kUnreadTag;  // tags active blocks while a list is checked for duplicates
+  MediumMap<std::uint32_t> unread_{};       // blocks that were freed and wait for their readers (L2)
 };
 
 }  // namespace kvpool

@@ -35,7 +35,8 @@ HbmUse CacheBlocks::hbm_use(std::size_t evictable) const noexcept {
   use.lent = hbm.count(BlockState::kLent);
   use.quarantined = hbm.count(BlockState::kQuarantined);
   use.pinned = hbm.count(BlockState::kHistorical) - static_cast<std::uint32_t>(evictable);
-  for (const std::uint16_t readers : readers_[Medium::kHbm]) use.read += readers > 0 ? 1 : 0;
+  const ReaderCounts& readers = readers_[Medium::kHbm];
+  for (std::uint32_t block = 0; block < readers.size(); ++block) use.read += readers[block] > 0 ? 1 : 0;
   return use;
 }
 

@@ -27,7 +27,8 @@ constexpr unsigned top_bit(std::uint64_t bits) noexcept { return static_cast<uns
 
 }  // namespace
 
-FreeSet::FreeSet(BlockMeta* meta, std::uint32_t blocks) noexcept : meta_(meta), blocks_(blocks) {
+FreeSet::FreeSet(BlockMeta* meta, std::uint32_t blocks, BinRuns* bin_runs) noexcept
+    : meta_(meta), blocks_(blocks), bin_runs_(bin_runs) {
   bins_.fill(kNone);
   if (blocks == 0) return;
   while ((blocks - 1) >> sector_shift_ >= kSectors) ++sector_shift_;
@@ -49,15 +50,12 @@ std::uint32_t FreeSet::longest() const noexcept {
 }
 
 std::size_t FreeSet::fits(std::uint32_t n, std::size_t most) const noexcept {
+  KVPOOL_DCHECK(bin_runs_ != nullptr);
   std::size_t found = trie_fits(trie_root_, n, most);
   if (n > kShortMax) return found;
   for (std::uint32_t bin = bins_used_.first_from(n - 1); bin != Bitmap4096::kNone && found < most;
        bin = bin + 1 < kShortMax ? bins_used_.first_from(bin + 1) : Bitmap4096::kNone) {
-    std::uint32_t head = bins_[bin];
-    do {
-      found += (bin + 1) / n;
-      head = low_link(meta_[head].tag);
-    } while (head != bins_[bin] && found < most);
+    found += std::size_t{(*bin_runs_)[bin]} * ((bin + 1) / n);
   }
   return std::min(found, most);
 }
@@ -144,6 +142,7 @@ void FreeSet::unlink(std::uint32_t head, std::uint32_t length) noexcept {
 // allocations drift down and the high end of the medium stays in long runs.
 void FreeSet::bin_insert(std::uint32_t head, std::uint32_t length) noexcept {
   std::uint32_t& first = bins_[length - 1];
+  if (bin_runs_ != nullptr) ++(*bin_runs_)[length - 1];
   if (first == kNone) {
     meta_[head].tag = make_links(head, head);
     first = head;
@@ -158,6 +157,7 @@ void FreeSet::bin_insert(std::uint32_t head, std::uint32_t length) noexcept {
 }
 
 void FreeSet::bin_remove(std::uint32_t head, std::uint32_t length) noexcept {
+  if (bin_runs_ != nullptr) --(*bin_runs_)[length - 1];
   const std::uint32_t next = low_link(meta_[head].tag);
   const std::uint32_t previous = high_link(meta_[head].tag);
   std::uint32_t& first = bins_[length - 1];
@@ -340,9 +340,9 @@ std::uint64_t FreeSet::audit_bins(const char* name) const {
   for (std::uint32_t bin = 0; bin < kShortMax; ++bin) {
     const std::uint32_t first = bins_[bin];
     if (bins_used_.test(bin) != (first != kNone)) audit_failed(name, "a bin has a wrong bit", bin + 1);
-    if (first == kNone) continue;
+    const std::uint64_t before = linked;
     std::uint32_t head = first;
-    do {
+    while (head != kNone) {
       if (head >= blocks_ || !meta_[head].is_free() || !is_head(head)) {
         audit_failed(name, "a bin links a block that is not the head of a run", head);
       }
@@ -350,8 +350,10 @@ std::uint64_t FreeSet::audit_bins(const char* name) const {
       const std::uint32_t next = low_link(meta_[head].tag);
       if (next >= blocks_ || high_link(meta_[next].tag) != head) audit_failed(name, "a bin's links do not agree", head);
       if (++linked > runs_) audit_failed(name, "a bin's list does not end", head);
-      head = next;
-    } while (head != first);
+      head = next == first ? kNone : next;
+    }
+    if (bin_runs_ != nullptr && linked - before != (*bin_runs_)[bin])
+      audit_failed(name, "a bin counts its runs wrong", bin + 1);
   }
   return linked;
 }

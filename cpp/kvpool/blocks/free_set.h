@@ -3,7 +3,8 @@
 // Invariants
 //   F1  Every maximal run of free blocks has its length in the mark of its head and of its tail, and is linked exactly
 //       once: runs up to kShortMax blocks in the bin of their length, longer ones in the trie.
-//   F2  A bin is a circular list through the tags of its runs' heads; the bitmap has its bit while it is not empty.
+//   F2  A bin is a circular list through the tags of its runs' heads, and where they are counted it knows
+//       how many they are; the bitmap has its bit while it is not empty.
 //   F3  The trie is a binary digital tree on (length, head), most significant bit first: a node lies somewhere on the
 //       path that its key spells, and its tag holds its two children. Depth is at most 48 bits in any case.
 //   F4  A sector knows how many heads lie in it; the sector bitmap has its bit while that is not zero.
@@ -13,8 +14,8 @@
 // order, and O(1).
 //
 // Cost: best_fit, longest, remove_front and insert are O(1) for short runs, and take at most 48 steps for longer ones.
-// remove scans back to the head of the run, by sectors: at most capacity / 2048 blocks. fits visits runs that are long
-// enough, the long ones first, until it has found what was wanted.
+// remove scans back to the head of the run, by sectors: at most capacity / 2048 blocks. fits visits the runs of the
+// trie, of which there are at most capacity / 4096, and each bin once, until it has found what was wanted.
 //
 // Memory: the links lie in the metadata of the free blocks themselves; the set has a fixed size. Of blocks that are not
 // free it reads the states alone, and only of those next to a free run: so the owner of long runs may leave the
@@ -37,8 +38,11 @@ class FreeSet {
   static constexpr std::uint32_t kShortMax = Bitmap4096::kSize;  // longest run with a separate bin
   static constexpr std::uint32_t kSectors = Bitmap4096::kSize;
 
-  // All blocks are free. REQUIRES: `meta` has `blocks` zeroed entries; blocks <= kBlocksMax.
-  FreeSet(BlockMeta* meta, std::uint32_t blocks) noexcept;
+  using BinRuns = std::array<std::uint32_t, kShortMax>;
+
+  // All blocks are free. `bin_runs`: zeros, to count the runs in each bin, for fits(). REQUIRES: `meta` has `blocks`
+  // zeroed entries; blocks <= kBlocksMax; `bin_runs` outlives the set.
+  FreeSet(BlockMeta* meta, std::uint32_t blocks, BinRuns* bin_runs = nullptr) noexcept;
   FreeSet(const FreeSet&) = delete;
   FreeSet& operator=(const FreeSet&) = delete;
 
@@ -48,7 +52,8 @@ class FreeSet {
   std::uint32_t best_fit(std::uint32_t n) const noexcept;
   // The head of the longest run, or kNone.
   std::uint32_t longest() const noexcept;
-  // How many pieces of n blocks the runs have, each within one run; `most` if they have more. REQUIRES: n > 0.
+  // How many pieces of n blocks the runs have, each within one run; `most` if they have more. REQUIRES: n > 0;
+  // runs are counted.
   std::size_t fits(std::uint32_t n, std::size_t most) const noexcept;
   // REQUIRES: `head` is the head of a run.
   std::uint32_t length(std::uint32_t head) const noexcept { return meta_[head].mark; }
@@ -96,6 +101,7 @@ class FreeSet {
 
   BlockMeta* meta_;
   std::uint32_t blocks_;
+  BinRuns* bin_runs_;
   std::uint32_t runs_ = 0;
   std::uint32_t trie_root_ = kNone;
   int sector_shift_ = 0;

@@ -23,7 +23,7 @@ std::uint32_t taken_length(const BlockMeta& first) noexcept { return first.mark;
 }  // namespace
 
 UnitSet::UnitSet(std::uint32_t units)
-    : meta_(make_meta(units)), units_(units), free_units_(units), free_(meta_.get(), units) {}
+    : meta_(make_meta(units)), units_(units), free_units_(units), free_(meta_.get(), units, &bin_runs_) {}
 
 std::uint32_t UnitSet::longest_free() const noexcept {
   const std::uint32_t head = free_.longest();
@@ -31,6 +31,7 @@ std::uint32_t UnitSet::longest_free() const noexcept {
 }
 
 std::size_t UnitSet::fits(std::uint32_t size, std::size_t most) const noexcept {
+  if (size == 1) return free_units_ < most ? free_units_ : most;
   return size > free_units_ ? 0 : free_.fits(size, most);
 }
 

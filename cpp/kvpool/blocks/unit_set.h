@@ -88,6 +88,7 @@ class UnitSet {
   MetaArray meta_;
   std::uint32_t units_;
   std::uint32_t free_units_;
+  FreeSet::BinRuns bin_runs_{};
   FreeSet free_;
 };
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -46,9 +47,20 @@ BlockPair blocks_max(std::span<const BlockPair> pairs) noexcept {
   return most;
 }
 
+// The least distance between the numbers of two pairs' destinations; 0 if two have the same. REQUIRES: two pairs.
+std::uint64_t least_distance(std::span<const BlockPair> pairs) {
+  std::vector<std::uint32_t> blocks(pairs.size());
+  std::ranges::transform(pairs, blocks.begin(), &BlockPair::to);
+  std::ranges::sort(blocks);
+  std::uint64_t least = ~std::uint64_t{0};
+  for (std::size_t i = 1; i < blocks.size(); ++i) least = std::min<std::uint64_t>(least, blocks[i] - blocks[i - 1]);
+  return least;
+}
+
 // `most`: blocks_max(pairs), which costs more than all that is checked of a strip.
 void check_strips(std::span<const PlannedStrip> strips, std::span<const BlockPair> pairs, const BlockPair& most) {
   if (strips.size() > kTilesMax || pairs.size() > kTilesMax) refuse("more strips or pairs than can be counted");
+  std::optional<std::uint64_t> distance;  // of the pairs; found when the first strip needs it
   for (std::size_t s = 0; s < strips.size(); ++s) {
     const PlannedStrip& strip = strips[s];
     const auto at = static_cast<std::int64_t>(s);
@@ -58,12 +70,14 @@ void check_strips(std::span<const PlannedStrip> strips, std::span<const BlockPai
     }
     check_side({strip.from, strip.from_stride, strip.bytes}, "source", s, most.from);
     check_side({strip.to, strip.to_stride, strip.bytes}, "destination", s, most.to);
-    // Reading a block twice is no fault, so only the destination's stride matters.
-    if (pairs.size() > 1 && strip.to_stride < strip.bytes) {
-      refuse("strip " + std::to_string(s) + " writes " + std::to_string(strip.bytes) +
-                 " bytes of a block and the next block is " + std::to_string(strip.to_stride) + " bytes on",
-             {{"strip", at}, {"bytes", static_cast<std::int64_t>(strip.bytes)}});
-    }
+    // Reading a block twice is no fault, so only the destination's stride matters. It may be shorter than the strip: in
+    // a space, blocks are numbered by their first units.
+    if (pairs.size() <= 1 || strip.to_stride >= strip.bytes) continue;
+    if (!distance) distance = least_distance(pairs);
+    if (strip.to_stride > 0 && *distance >= (strip.bytes - 1) / strip.to_stride + 1) continue;
+    refuse("strip " + std::to_string(s) + " writes " + std::to_string(strip.bytes) +
+               " bytes of a block and the next block is " + std::to_string(*distance * strip.to_stride) + " bytes on",
+           {{"strip", at}, {"bytes", static_cast<std::int64_t>(strip.bytes)}});
   }
 }
 

@@ -24,7 +24,8 @@ struct TableLaunch {
 using LaunchFunction = int (*)(void* context, const TableLaunch& launch);
 
 // Cuts the job into as few launches as possible and passes each to `launch`, until one does not return 0; returns that
-// result. Throws kArgument before the first. Allocates only for error messages.
+// result. Throws kArgument before the first. Allocates for error messages, and, where a strip is longer than its
+// stride, for the sorted numbers of the blocks.
 int launch_job(const CopyJob& job, const TableSpace& space, LaunchFunction launch, void* context);
 
 // Only the checks of launch_job, for the reference. Throws kArgument.

@@ -66,9 +66,9 @@ std::size_t table_bytes_of(std::size_t strips, std::size_t pairs) noexcept;
 
 // Functions that return a CUresult (cudaError_t has the same numbers), 0 for success: the work is then in the stream,
 // or, for the reference, done. They throw kArgument before anything is launched when the job is malformed: a null
-// pointer, a range beyond all memory, a strip that is empty or that writes more than its stride from one block to the
-// next. Without strips or pairs they do nothing. They read the spans before they return. After a result other than 0
-// some of the work may be in the stream.
+// pointer, a range beyond all memory, a strip that is empty or that writes beyond the beginning of the next block
+// of the pairs. Without strips or pairs they do nothing. They read the spans before they return. After a result other
+// than 0 some of the work may be in the stream.
 //
 // REQUIRES: the device's context is current in the calling thread and the stream is of it; what is read or written is
 // reachable by the device; no byte that is written is read or written by another piece of the job (checked in debug

@@ -107,6 +107,9 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool> {
 
   // Throws kUnsupported if its blocks may lie in several pieces, which `what` cannot read or write.
   void check_whole(const char* what) const;
+  // Throws kUnsupported if it shares the units of a space: then a block's number is its first unit, and `what` needs
+  // blocks that are numbered one after another.
+  void check_unshared(const char* what) const;
   // The first units of the pieces of these blocks: piece p of block i at out[p * n + i]. Returns how many pieces a
   // block has; with one, a block's number. Throws as CacheBlocks::check. `out` has room for all.
   std::uint32_t pieces() const noexcept;

@@ -78,6 +78,14 @@ void Pool::check_whole(const char* what) const {
                   "the model with pieces=\"whole\"");
 }
 
+void Pool::check_unshared(const char* what) const {
+  if (!blocks_->space().shared()) return;
+  throw Error(
+      ErrorCode::kUnsupported,
+      std::string(what) +
+          " needs a pool whose blocks are numbered one after another, and this one shares the units of a space");
+}
+
 std::uint32_t Pool::pieces() const noexcept { return blocks_->pieces_count(); }
 
 void Pool::block_table(const Address* addresses, std::size_t n, std::int32_t* out) const {

@@ -1,7 +1,7 @@
 // Makes room among the pools of a space with quotas, in the order that blocks/quotas.h plans: in C++, so that an
 // allocation never waits for Python.
 //
-// The plan counts units. A block needs a run of them (docs/adr/0065), so enough free units need not make room for a
+// The plan counts units. A block needs a run of them (docs/adr/0067), so enough free units need not make room for a
 // block. Then the units are walked through, extent after extent (unit_set.h), with a window: the shortest sequence of
 // free units and blocks that can be evicted which is long enough for one block more, and costs no model a part of its
 // reserve. That is a place. A free run that is longer than a block has places already, so that only what they leave of

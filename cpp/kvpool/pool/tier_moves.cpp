@@ -81,8 +81,9 @@ std::vector<Address> TierMoves::carry_out_swap(std::size_t n, const MoveOrder& o
   guard_.check();
   check_two_tiers();
   // No more than DRAM has room for, or a later batch would push out what an earlier one brought.
-  const auto room = [this] { return blocks_.cacheable(Medium::kDram); };
-  n = std::min({n, cache_.evictable(Medium::kHbm), room() + cache_.evictable(Medium::kDram)});
+  const auto room = [this](std::size_t most) { return blocks_.cacheable(Medium::kDram, most); };
+  n = std::min(n, cache_.evictable(Medium::kHbm));
+  n = std::min(n, room(n) + cache_.evictable(Medium::kDram));
   std::vector<Address> moved;
   moved.reserve(n);
   // What has moved stays moved when memory runs out, a GPU refuses or the pool is closed; only when nothing has does
@@ -90,11 +91,11 @@ std::vector<Address> TierMoves::carry_out_swap(std::size_t n, const MoveOrder& o
   while (moved.size() < n) {
     const std::size_t before = moved.size();
     try {
-      const bool makes_room = room() < std::min(n - before, kBatchBlocks);
+      const bool makes_room = room(kBatchBlocks) < std::min(n - before, kBatchBlocks);
       if (makes_room && (order.of_device() || is_late(TierWay::kOut, order))) probe_device(lock);
       const std::size_t batch = std::min({n - before, kBatchBlocks, cache_.evictable(Medium::kHbm)});
       make_dram_room(std::min<std::size_t>(batch, store(Medium::kDram).capacity()));
-      move_to_dram(lock, std::min<std::size_t>(batch, room()), &moved, order);
+      move_to_dram(lock, room(batch), &moved, order);
     } catch (const std::exception&) {
       if (moved.empty()) throw;
       break;

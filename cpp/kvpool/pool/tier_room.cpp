@@ -82,8 +82,8 @@ std::size_t TierMoves::spill(std::size_t n) {
   guard_.check();
   std::size_t moved = 0;
   while (moved < n) {
-    const std::size_t step =
-        std::min({n - moved, kBatchBlocks, blocks_.cacheable(Medium::kDram), cache_.evictable(Medium::kHbm)});
+    const std::size_t wanted = std::min({n - moved, kBatchBlocks, cache_.evictable(Medium::kHbm)});
+    const std::size_t step = blocks_.cacheable(Medium::kDram, wanted);
     const std::size_t gone = step == 0 ? 0 : move_to_dram(lock, step, nullptr, MoveOrder(CallerStream()));
     if (gone == 0) break;
     moved += gone;
@@ -126,15 +126,15 @@ std::size_t TierMoves::evict(std::size_t n, MediumChoice medium) {
 }
 
 void TierMoves::make_dram_room(std::size_t n) noexcept {
-  const std::size_t room = blocks_.cacheable(Medium::kDram);
+  const std::size_t room = blocks_.cacheable(Medium::kDram, n);
   if (room < n) cache_.evict(Medium::kDram, n - room);
 }
 
 // Makes at least n HBM blocks free: moves the coldest down, or drops them where DRAM has no room for them even after
 // its own coldest blocks went. REQUIRES: reclaim_ is held. Throws kOutOfBlocks, and what copying throws.
 void TierMoves::make_room(SpaceLock& lock, std::size_t n, const MoveOrder& order) {
-  const auto in_hbm = [&] { return blocks_.free_blocks(Medium::kHbm); };
-  const auto in_dram = [&] { return blocks_.free_blocks(Medium::kDram); };
+  const auto in_hbm = [&] { return blocks_.free_blocks(Medium::kHbm, n); };
+  const auto in_dram = [&] { return blocks_.free_blocks(Medium::kDram, n); };
   bool probed = false;
   while (in_hbm() < n) {
     if (!cache_.can_make_room(n, Medium::kHbm)) cache_.throw_out_of_blocks(n, Medium::kHbm);

@@ -89,7 +89,7 @@ class PoolStats:
         index_blocks: Blocks in the index.
         index_bytes: Memory of the index.
         namespaces: Namespaces with cached prompts, and the default one.
-        metadata_bytes: Memory of the allocator.
+        metadata_bytes: Memory of the allocator; of a model of a space, without what all of its models share.
         device_bytes: GPU memory that the pool has allocated: its blocks, rounded up to the driver's granularity; 0 for
             adopted memory and without a GPU. With kernels also memory for the descriptions of long copies.
         kernel_piece_bytes: Up to this mean length of pieces kernels copy, above it the copy engines: out of the pool's
@@ -131,7 +131,7 @@ class ArenaInfo:
     """The memory of one medium.
 
     Attributes:
-        payload_bytes: Number of blocks times bytes of a block.
+        payload_bytes: Number of blocks times bytes of a block; of a model of a space, all units of the space.
         mapped_bytes: Memory mapped for them; 0 for adopted memory.
         huge_page_bytes: The part of it in huge pages.
         owned: Whether the pool owns it; otherwise it is adopted.

@@ -102,8 +102,9 @@ class RankArena:
             StateError: The rank has already joined; or `memory` is suspended.
             LayoutMismatch: Adopted tensors, or `memory`, do not hold this rank's part of as many blocks.
             OutOfMemory: The machine, or the GPU, has not enough memory.
-            Unsupported: There is no such device; or this rank cannot have a requested route: "nccl" without NCCL or HBM
-                on a GPU, or "ucx" if UCX can register none of its memory.
+            Unsupported: There is no such device; or `memory` is a model's pool of a space, whose blocks are numbered by
+                units; or this rank cannot have a requested route: "nccl" without NCCL or HBM on a GPU, or "ucx" if UCX
+                can register none of its memory.
             DeadlineExceeded: The scheduler did not answer in time.
         """
         known = RankTicket.read(ticket)

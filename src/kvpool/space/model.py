@@ -13,7 +13,7 @@ from kvpool.config import Settings
 from kvpool.errors import ArgumentError, ArgumentTypeError, StateError, Unsupported
 from kvpool.pool import Pool, _kv_view, _one_medium
 from kvpool.space.rules import Rules
-from kvpool.space.units import padding, units_of
+from kvpool.space.units import Pieces, padding, pieces_of, units_of
 from kvpool.types import DRAM, HBM, AddressVector, KVLayout, OneMedium, RawLayout
 
 __all__ = ["Model", "ModelPool", "check_name"]
@@ -27,13 +27,14 @@ class ModelPool(Pool):
     """
 
     def __init__(
-        self, core: _core.Space, layout: KVLayout | RawLayout, settings: Settings, unit: int, pieces: int
+        self, core: _core.Space, layout: KVLayout | RawLayout, settings: Settings, unit: int, pieces: Pieces
     ) -> None:
-        """Space.load makes it. `unit`: its bytes; `pieces`: into how many a block may be cut."""
-        self._begin(layout, settings, space=core, pieces=pieces)
+        """Space.load makes it. `unit`: its bytes; `pieces`: of Space.load, and the layout allows them."""
+        cut = pieces_of(layout, unit, pieces)
+        self._begin(layout, settings, space=core, pieces=cut)
         self._block_stride = unit  # a block's number is its first unit
-        self._pieces = pieces
-        self._layered = isinstance(layout, KVLayout) and layout.layers == pieces
+        self._pieces = cut
+        self._layered = pieces == "layer"  # also with one layer, and so one piece
         self._units = {int(medium): core._counts(int(medium))["capacity"] for medium in (HBM, DRAM)}
         self._block_units = units_of(layout, unit)
 

@@ -14,6 +14,7 @@ from kvpool.space.model import Model, ModelPool, check_name
 from kvpool.space.quotas import Targets
 from kvpool.space.records import ModelQuota, tier_quota
 from kvpool.space.rules import TIERS, Rules, Sizes, changed_rules
+from kvpool.space.units import Pieces
 from kvpool.types import KVLayout, RawLayout
 
 __all__ = ["Models"]
@@ -59,7 +60,7 @@ class Models:
         rules: Rules,
         own: Settings,
         given: Mapping[str, object],
-        pieces: int,
+        pieces: Pieces,
     ) -> ModelPool:
         """`given`: those of its settings that were named, which a pool that was kept must have."""
         kept = self._by_name.get(name)
@@ -90,12 +91,12 @@ class Models:
         layout: KVLayout | RawLayout,
         rules: Rules,
         settings: Mapping[str, object],
-        pieces: int,
+        pieces: Pieces,
     ) -> ModelPool:
         first = f"unload {name!r} with keep='none' first"
         if model.layout != layout:
             raise LayoutMismatch(f"the cache of {name!r} is kept with another layout: {first}")
-        if model.pool._pieces != pieces:
+        if model.pool._layered != (pieces == "layer"):
             raise ArgumentError(f"the pool of {name!r} is kept with another value of pieces: {first}")
         for field, value in settings.items():
             if getattr(model.pool.settings, field) != value:

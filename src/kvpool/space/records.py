@@ -71,8 +71,7 @@ class SpaceTier:
         lent: Of blocks lent to another instance.
         quarantined: Of blocks that become free once a lost peer is proved to write no more.
         retired: Of blocks whose generations are used up, or that a pool which was closed instead of unloaded has left.
-        largest_run: The longest run of free units. Blocks lie at multiples of their size, so not every run that is
-            long enough has a place for one.
+        largest_run: The longest run of free units: the largest block that finds a place in one piece.
     """
 
     capacity: int

@@ -54,6 +54,7 @@ class Space:
         dram: Bytes of the host tier.
         unit: Bytes of a unit, a power of two from 4 to 64 KiB; a tier has at most 2^24 of them. "auto": the largest
             that leaves at most 1 % of a block empty for each of `layouts`, or 4 KiB; larger where a tier has too many.
+            It looks at whole blocks: for ``pieces="layer"`` give a unit of which layers are multiples.
         layouts: Of the models that will be loaded, for ``unit="auto"``.
         device: "cpu". GPUs are not supported yet.
         activations: Bytes of `hbm` that are left to the engines, for activations. The space does not allocate them.
@@ -174,11 +175,11 @@ class Space:
                 "empty: make the unit smaller or the blocks larger, or pass allow_waste=True",
                 waste=wasted,
             )
-        cut = pieces_of(layout, self.unit_bytes, pieces)
+        pieces_of(layout, self.unit_bytes, pieces)  # refuses what cannot be cut
         sizes: Sizes = {"hbm": (reserve, limit), "dram": (dram_reserve, dram_limit)}
         rules = rules_of(sizes, weight, units_of(layout, self.unit_bytes), self.unit_bytes)
         with self._opened():
-            return self._models.load(name, layout, rules, own, settings, cut)
+            return self._models.load(name, layout, rules, own, settings, pieces)
 
     def unload(self, name: str, keep: Keep = "none", drain: float = 30.0) -> None:
         """Ends a model. Its memory is free for the others.

@@ -171,6 +171,23 @@ def test_a_rank_takes_the_memory_of_a_pool_that_was_there_before() -> None:
         memory.free(np.r_[held, into])
 
 
+@pytest.mark.parametrize("pieces", ["whole", "layer"])
+def test_a_rank_does_not_take_the_memory_of_a_model_of_a_space(pieces: Any) -> None:
+    layout = kvpool.KVLayout(2, 4, 64, "float16", 16)
+    part = TP2.slices(layout)[0].layout
+    assert part is not None
+    unit = 4 << 10  # half a layer of the rank's part of a block
+    with (
+        kvpool.Space((BLOCKS + 3) * unit, (4 + 3) * unit, unit=unit, huge_pages="never") as space,
+        kvpool.Pool(layout, hbm_blocks=BLOCKS, dram_blocks=4, parallel=TP2, **SETTINGS) as pool,
+    ):
+        memory = space.load("a", part, pieces=pieces, secret="ranks")
+        # It has as many numbers as the scheduler has blocks, but its blocks would overlap if they had all of them.
+        with pytest.raises(kvpool.Unsupported, match=r"space|pieces"):
+            RankArena.join(pool.ranks.export(0), memory=memory)
+        assert not pool.ranks.list()[0].joined
+
+
 def test_a_join_does_not_touch_the_engines_tensors() -> None:
     with closing(kvpool.Pool(LAYOUT, hbm_blocks=BLOCKS, dram_blocks=2, parallel=TP2, **SETTINGS)) as pool:
         part = TP2.slices(LAYOUT)[0]
