@@ -9,12 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool import _core
+from kvpool.alloc.kv_view import kv_view
 from kvpool.config import Settings
 from kvpool.errors import ArgumentError, ArgumentTypeError, StateError, Unsupported
-from kvpool.pool import Pool, _kv_view, _one_medium
+from kvpool.pool import Pool
 from kvpool.space.rules import Rules
 from kvpool.space.units import Pieces, padding, pieces_of, units_of
 from kvpool.types import DRAM, HBM, AddressVector, KVLayout, OneMedium, RawLayout
+from kvpool.types.memories import one_medium
 
 __all__ = ["Model", "ModelPool", "check_name"]
 
@@ -71,12 +73,12 @@ class ModelPool(Pool):
             StateError: The model was loaded with ``pieces="whole"``: use `tensor`.
             ArgumentError, ArgumentTypeError, ClosedError: As everywhere.
         """
-        medium = _one_medium(medium)
+        medium = one_medium(medium)
         layout = self.kv_layout
         if not self._layered or isinstance(layout, RawLayout):
             raise StateError("blocks of this pool lie in one piece: use tensor()")
         rows = max(0, self._units[int(medium)] - self._block_units // self._pieces + 1)
-        shape, strides = _kv_view(layout, rows, self._block_stride)
+        shape, strides = kv_view(layout, rows, self._block_stride)
         del shape[1], strides[1]  # the layers
         return self._view(int(medium), shape, strides, layout.dtype)
 
