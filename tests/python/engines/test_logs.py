@@ -118,12 +118,18 @@ def test_a_handler_of_the_engine_keeps_its_own_level(loggers, root):
 
 def test_threads_that_start_engines_at_once_log_once(loggers, root):
     root.clear()
+    together = threading.Barrier(4)
+
+    def start():
+        together.wait()
+        loggers.log_as()
+
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
         for _ in range(300):
             loggers.own.handlers, loggers.own.level = [logging.NullHandler()], 0
-            threads = [threading.Thread(target=loggers.log_as) for _ in range(3)]
+            threads = [threading.Thread(target=start) for _ in range(4)]
             for thread in threads:
                 thread.start()
             for thread in threads:
