@@ -13,13 +13,16 @@ _SECONDS: Final = 10.0
 def revision(folder: Path = _HERE) -> str | None:
     """The commit of the checkout that `folder` lies in, with "+changes" if files that it tracks differ from it.
 
+    "+unknown" if git does not say. Of files that are not tracked, the compiled core among them, it knows nothing.
     None without git, or outside a checkout that tracks the folder: benches are also run from an installed package.
     """
     if not _git(folder, "ls-files", "."):  # a folder that only lies in somebody else's checkout
         return None
     commit = _git(folder, "rev-parse", "--short=12", "HEAD")
     changes = _git(folder, "status", "--porcelain", "--untracked-files=no", ":/", ":(exclude,top)bench/results")
-    return commit if not commit or not changes else f"{commit}+changes"
+    if not commit:
+        return None
+    return commit + ("+unknown" if changes is None else "+changes" if changes else "")
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

@@ -64,8 +64,11 @@ PyObject* FastMethod::call_slow(PyObject* self, PyObject* const* given, std::siz
   }
 }
 
-void declare_fast_method(const char* name, FastMethod& method, AnyFunction call,
+void declare_fast_method(const char* name, FastMethod& method, std::size_t count, AnyFunction call,
                          std::initializer_list<const char*> positional, std::initializer_list<py::arg_v> keywords) {
+  if (!method.names.empty()) throw py::import_error("kvpool._core is loaded in another interpreter of this process");
+  if (positional.size() + keywords.size() != count)
+    throw py::import_error(std::string(name) + ": arguments and names differ");
   method.positional = positional.size();
   for (const char* const one : positional) method.names.push_back(interned(one));
   for (const py::arg_v& one : keywords) {
@@ -86,8 +89,9 @@ void install_fast_methods(py::module_& module) {
     Py_INCREF(method->slow);
     method->definition.ml_doc = strdup(doc_of(method->slow).c_str());
     if (method->definition.ml_doc == nullptr) throw std::bad_alloc();
-    pool.attr(name) = py::reinterpret_steal<py::object>(
-        PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(pool.ptr()), &method->definition));
+    PyObject* const fast = PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(pool.ptr()), &method->definition);
+    if (fast == nullptr) throw py::error_already_set();
+    pool.attr(name) = py::reinterpret_steal<py::object>(fast);
   }
 }
 

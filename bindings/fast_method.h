@@ -3,10 +3,11 @@
 // 0.6 us for one block.
 //
 // A method is defined with pybind11 as any other. A fast one then takes its place. It hands every call that is not
-// plain (an argument too many or missing, an unknown name, a name that is not interned, a wrong self) to the one of
-// pybind11, so errors are the same.
+// plain (an argument too many or missing, an unknown name, a name that is not interned) to the one of pybind11, so
+// errors are the same.
 #pragma once
 
+#include <cxxabi.h>
 #include <pybind11/pybind11.h>
 
 #include <array>
@@ -35,7 +36,8 @@ struct FastMethod {
 };
 
 using AnyFunction = void (*)();
-void declare_fast_method(const char* name, FastMethod& method, AnyFunction call,
+// `count`: of the arguments that `call` has room for. Throws ImportError in a second interpreter of the process.
+void declare_fast_method(const char* name, FastMethod& method, std::size_t count, AnyFunction call,
                          std::initializer_list<const char*> positional,
                          std::initializer_list<pybind11::arg_v> keywords);
 
@@ -49,7 +51,10 @@ struct CountOf<Result (*)(const NodePointer&, Arguments...)> {
 };
 
 template <auto function>
-inline FastMethod fast_method;
+FastMethod& fast_method() {
+  static auto* const method = new FastMethod;
+  return *method;
+}
 
 template <auto function, std::size_t... I>
 PyObject* call_with(const NodePointer& node, PyObject* const* found, std::index_sequence<I...> /*indices*/) {
@@ -62,9 +67,9 @@ PyObject* call_with(const NodePointer& node, PyObject* const* found, std::index_
 }
 
 template <auto function>
-PyObject* call_fast(PyObject* self, PyObject* const* given, Py_ssize_t n, PyObject* keywords) noexcept {
+PyObject* call_fast(PyObject* self, PyObject* const* given, Py_ssize_t n, PyObject* keywords) {
   constexpr std::size_t kCount = CountOf<decltype(function)>::value;
-  const FastMethod& method = fast_method<function>;
+  const FastMethod& method = fast_method<function>();
   std::array<PyObject*, kCount> found;
   try {
     pybind11::detail::make_caster<NodePointer> node;
@@ -75,6 +80,8 @@ PyObject* call_fast(PyObject* self, PyObject* const* given, Py_ssize_t n, PyObje
                                std::make_index_sequence<kCount>());
   } catch (pybind11::error_already_set& error) {
     error.restore();
+  } catch (abi::__forced_unwind&) {  // this thread ends with the interpreter
+    throw;
   } catch (...) {
     pybind11::detail::try_translate_exceptions();
   }
@@ -87,9 +94,8 @@ PyObject* call_fast(PyObject* self, PyObject* const* given, Py_ssize_t n, PyObje
 template <auto function>
 void make_fast(const char* name, std::initializer_list<const char*> positional,
                std::initializer_list<pybind11::arg_v> keywords) {
-  static_assert(detail::CountOf<decltype(function)>::value > 0);
-  declare_fast_method(name, detail::fast_method<function>, reinterpret_cast<AnyFunction>(&detail::call_fast<function>),
-                      positional, keywords);
+  declare_fast_method(name, detail::fast_method<function>(), detail::CountOf<decltype(function)>::value,
+                      reinterpret_cast<AnyFunction>(&detail::call_fast<function>), positional, keywords);
 }
 
 }  // namespace kvpool::bindings

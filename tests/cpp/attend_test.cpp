@@ -106,8 +106,8 @@ TEST_CASE("an Attender that is stopped waits for the attention that another thre
       waits = true;
       task.wait(monotonic_ns() + kSecondsNs);
     });
-    sleep_while([&] { return !waits; });
-    node->attender().stop();  // either the computation has ended, or it does not begin
+    while (!waits) std::this_thread::yield();  // after a sleep the computation would be over
+    node->attender().stop();                   // either the computation has ended, or it does not begin
     const std::vector<std::byte> nothing(2 * 4 * kPage * kDim * sizeof(float));
     for (const Address address : sequence->addresses()) {
       const Segment& segment = pool->arena(medium_of(address))->segments()[0];

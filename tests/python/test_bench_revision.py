@@ -26,7 +26,7 @@ def git(folder: Path, *arguments: str) -> str:
     return subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True).stdout
 
 
-def test_the_commit_is_named_and_whether_files_have_changed_since(checkout):
+def test_the_commit_is_named_and_whether_files_have_changed_since(checkout, monkeypatch):
     commit = git(checkout, "rev-parse", "--short=12", "HEAD").strip()
     assert revision(checkout / "bench") == commit
     (checkout / "bench" / "results" / "a.json").write_text('{"a": 1}\n')  # results change no figure
@@ -34,6 +34,9 @@ def test_the_commit_is_named_and_whether_files_have_changed_since(checkout):
     assert revision(checkout / "bench") == commit
     (checkout / "bench" / "a.py").write_text("a = 2\n")
     assert revision(checkout / "bench") == f"{commit}+changes"
+    with monkeypatch.context() as patch:
+        patch.setattr("bench.revision._git", lambda folder, command, *rest: None if command == "status" else commit)
+        assert revision(checkout / "bench") == f"{commit}+unknown"
 
 
 def test_outside_a_checkout_no_commit_is_named(checkout, tmp_path_factory, monkeypatch):

@@ -383,9 +383,9 @@ void CacheBlocks::hold_for_reading(const Address* addresses, std::size_t n, std:
   for (std::size_t i = 0; i < n; ++i) {
     try {
       check(addresses[i], i, std::nullopt);
-      check_filled(addresses[i], i);
       const BlockStore& blocks = store_of(addresses[i]);
       const BlockState state = blocks.state(block_of(addresses[i]));
+      if (state != BlockState::kQuarantined) check_filled(addresses[i], i);
       if (state == BlockState::kLent && for_incarnation != 0 && blocks.tag(block_of(addresses[i])) != for_incarnation) {
         throw Error(ErrorCode::kNotOwner,
                     "address " + std::to_string(addresses[i]) + " (position " + std::to_string(i) +

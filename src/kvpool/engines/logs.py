@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import logging
+import threading
+from typing import Final
 
 __all__ = ["log_as"]
+
+_ONE_BY_ONE: Final = threading.Lock()
 
 
 def log_as(engine: str, ours: str = "kvpool") -> None:
@@ -20,12 +24,13 @@ def log_as(engine: str, ours: str = "kvpool") -> None:
         ours: The name of kvpool's.
     """
     own, engines = logging.getLogger(ours), logging.getLogger(engine)
-    said = [handler for handler in own.handlers if not isinstance(handler, logging.NullHandler)]
-    if said or own.level or logging.getLogger().handlers:
-        return
-    if engines.handlers:
-        own.addHandler(_UnlessRoot(engines))
-        own.setLevel(engines.level)
+    with _ONE_BY_ONE:
+        said = [handler for handler in own.handlers if not isinstance(handler, logging.NullHandler)]
+        if said or own.level or logging.getLogger().handlers:
+            return
+        if engines.handlers:
+            own.addHandler(_UnlessRoot(engines))
+            own.setLevel(engines.level)
 
 
 class _UnlessRoot(logging.Handler):

@@ -13,7 +13,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -49,7 +48,6 @@ __all__ = [
     "np",
     "os",
     "pair_on_gpu",
-    "pool_being_written",
     "prompt",
     "raises",
     "refused",
@@ -173,16 +171,6 @@ def _copied() -> int:
 def byte_layout() -> kvpool.KVLayout:
     """Memory that held work can write and read."""
     return small_layout(dtype="uint8")
-
-
-@contextmanager
-def pool_being_written(hbm: int, dram: int) -> Iterator[tuple[kvpool.Pool, int, Stamps, HeldWork]]:
-    """A pool with three blocks of 1, 2, 3 cached for `prompt(3)`; and a stream with held work that writes 7, 8, 9."""
-    with small_pool(hbm, dram, byte_layout(), device="cuda") as pool:
-        stream, stamps = new_stream(), Stamps(pool)
-        addrs = store(pool, prompt(3))
-        stamps.write(addrs, [1, 2, 3])
-        yield pool, stream, stamps, HeldWork(stream).write(pool, addrs, [7, 8, 9])
 
 
 def pair_on_gpu(route: str, *, device: str = "cuda:0", **settings: Any) -> tuple[kvpool.Pool, kvpool.Pool]:

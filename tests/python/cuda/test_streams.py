@@ -11,7 +11,11 @@ from __future__ import annotations
 def test_swap_out_copies_data_after_the_stream_has_written_it(on_gpu):
     on_gpu("""
 for named in (True, False):
-    with pool_being_written(4, 4) as (pool, stream, stamps, held):
+    with small_pool(4, 4, byte_layout(), device="cuda") as pool:
+        stream, stamps = new_stream(), Stamps(pool)
+        addrs = store(pool, prompt(3))
+        stamps.write(addrs, [1, 2, 3])
+        held = HeldWork(stream).write(pool, addrs, [7, 8, 9])
         assert len(meanwhile(held, lambda: pool.swap_out(3, stream=stream if named else None))) == 3
         with pool.match(prompt(3)) as hit:
             assert kvpool.media(hit.addrs).tolist() == [DRAM] * 3
@@ -23,7 +27,11 @@ def test_suspending_copies_data_after_the_stream_has_written_it(on_gpu):
     """When it returns the copies have arrived: the engine unmaps the memory next."""
     on_gpu("""
 for named in (True, False):
-    with pool_being_written(4, 4) as (pool, stream, stamps, held):
+    with small_pool(4, 4, byte_layout(), device="cuda") as pool:
+        stream, stamps = new_stream(), Stamps(pool)
+        addrs = store(pool, prompt(3))
+        stamps.write(addrs, [1, 2, 3])
+        held = HeldWork(stream).write(pool, addrs, [7, 8, 9])
         assert meanwhile(held, lambda: pool.suspend(stream=stream if named else None)) == 3
         stamps.views[HBM][:] = 0  # the memory as it comes back
         pool.resume()
@@ -35,7 +43,11 @@ for named in (True, False):
 def test_an_evicting_allocation_copies_data_after_the_stream_has_written_it(on_gpu):
     on_gpu("""
 for named in (True, False):
-    with pool_being_written(3, 4) as (pool, stream, stamps, held):
+    with small_pool(3, 4, byte_layout(), device="cuda") as pool:
+        stream, stamps = new_stream(), Stamps(pool)
+        addrs = store(pool, prompt(3))
+        stamps.write(addrs, [1, 2, 3])
+        held = HeldWork(stream).write(pool, addrs, [7, 8, 9])
         stamps.write(meanwhile(held, lambda: pool.alloc(3, stream=stream if named else None)), [0, 0, 0])
         with pool.match(prompt(3)) as hit:
             assert stamps.read(hit.addrs) == [7, 8, 9]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import sys
+import threading
 from dataclasses import dataclass
 
 import pytest
@@ -112,3 +114,26 @@ def test_a_handler_of_the_engine_keeps_its_own_level(loggers, root):
     loggers.log_as()
     assert loggers.told(logging.WARNING) == []
     assert loggers.told(logging.ERROR) == ["something"]
+
+
+def test_threads_that_start_engines_at_once_log_once(loggers, root):
+    root.clear()
+    together = threading.Barrier(4)
+
+    def start():
+        together.wait()
+        loggers.log_as()
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(300):
+            loggers.own.handlers, loggers.own.level = [logging.NullHandler()], 0
+            threads = [threading.Thread(target=start) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert len(loggers.own.handlers) == 2
+    finally:
+        sys.setswitchinterval(before)
