@@ -77,6 +77,18 @@ STORAGE_BUGS: Final = (
         build="python",
     ),
     Bug(
+        "saved-before-it-came",
+        "storage",
+        "blocks are saved while their content is still to come: all pools load zeros under a key that is right",
+        in_python(
+            "storage/memory.py",
+            "            if self._is_unfilled(int(addrs[at])):",
+            "            if False:",
+        ),
+        (*_STORAGE, "python/storage/test_write_behind.py"),
+        build="python",
+    ),
+    Bug(
         "copy-of-anothers-block",
         "storage",
         "a block that was evicted while it was copied is saved under its key with another prompt's content",

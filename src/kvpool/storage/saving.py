@@ -116,11 +116,11 @@ class Save:
         self._wait_for_budget(len(missing) * shared.memory.block_bytes)
         saved = gone = 0
         if missing:
-            with shared.memory.copied(self._tokens, self._namespace, missing) as contents:
-                gone = len(missing) - len(contents)
-                for position, content in contents.items():
-                    self._wait_for_reads()  # block by block, so a read that begins waits for one at most
-                    saved += self._call(shared.store.put, [keys[position]], [content])
+            copies = shared.memory.copies(self._tokens, self._namespace, missing)
+            gone = len(missing) - len(copies.found)
+            for position, content in copies.found.items():
+                self._wait_for_reads()  # block by block, so a read that begins waits for one at most
+                saved += self._call(shared.store.put, [keys[position]], [content])
         shared.writing.succeeded()
         present = len(batch) - saved - gone
         shared.counters.add(

@@ -51,8 +51,7 @@ class Storage:
     store that is slow or gone costs a load its budget at most, and after three such loads nothing at all for a while.
     Errors of the store are counted and logged once in a while, and no load fails by them.
 
-    Blocks that `insert` has cached with ``filled=False`` are saved when they are filled. Only of raw blocks, and of
-    elements that attention has no kernel for, a pool does not tell: cache none of those before they are filled.
+    Blocks that `insert` has cached with ``filled=False`` are not saved before they are filled.
 
     It does not own the pool or the store: close this first. A pool of a logical instance has no memory here: each of
     its ranks that is a pool by itself can have a Storage, with its `rank_slice`.

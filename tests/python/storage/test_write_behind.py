@@ -129,23 +129,26 @@ def test_writing_behind_pins_nothing_and_what_was_evicted_is_left_out(memory):
         pool.free(kept)
 
 
-def test_a_block_whose_place_was_given_to_others_is_not_saved_under_its_key(memory, monkeypatch):
+@pytest.mark.parametrize("layout", [small_layout(), kvpool.RawLayout(block_bytes=64, block_tokens=kit.BLOCK)], ids=str)
+def test_a_block_whose_place_was_given_to_others_is_not_saved_under_its_key(memory, monkeypatch, layout):
     """Between the look at the index and the copy it is evicted, and its memory is written anew."""
-    with small_pool(0, 2, device="cpu") as pool, joined_to(pool, memory, "never") as storage:
+    with small_pool(0, 2, layout, device="cpu") as pool, joined_to(pool, memory, "never") as storage:
         addrs = store(pool, prompt(2), medium=kvpool.DRAM)
         kit.Stamps(pool).write(addrs, [1, 2])
         blocks = storage._shared.memory
-        copies = blocks._copies
+        is_unfilled, others = blocks._is_unfilled, []
 
-        def late(where, positions):
-            pool.delete(prompt(2))
-            kit.Stamps(pool).write(pool.alloc(2, medium=kvpool.DRAM), [8, 9])
-            return copies(where, positions)
+        def late(address):
+            unfilled = is_unfilled(address)
+            if not others:
+                pool.delete(prompt(2))
+                others.extend(pool.alloc(2, medium=kvpool.DRAM))
+                kit.Stamps(pool).write(others, [8, 9])
+            return unfilled
 
-        monkeypatch.setattr(blocks, "_copies", late)
-        monkeypatch.setattr(blocks, "_hold", lambda addrs, positions, held: list(positions))  # as with raw blocks
-        with blocks.copied(prompt(2).astype("int64"), "", [0, 1]) as contents:
-            assert contents == {}
+        monkeypatch.setattr(blocks, "_is_unfilled", late)
+        assert blocks.copies(prompt(2).astype("int64"), "", [0, 1]).found == {}
+        pool.free(others)
 
 
 def test_all_writers_count_in_the_budget(memory, monkeypatch):
