@@ -9,7 +9,7 @@ from tools.planted_kit import Bug, in_python
 __all__ = ["STORAGE_BUGS"]
 
 _STORE: Final = ("python/storage/test_directory_store.py",)
-_STORAGE: Final = ("python/storage/test_storage.py",)
+_FAULTS: Final = ("python/storage/test_storage_faults.py",)
 
 STORAGE_BUGS: Final = (
     Bug(
@@ -49,7 +49,7 @@ STORAGE_BUGS: Final = (
         "storage",
         "the ranks of an instance read each other's heads: they have the same keys",
         in_python("storage/keys.py", "            rank_slice,\n        )", "        )"),
-        ("python/storage/test_content_keys.py", *_STORAGE),
+        ("python/storage/test_content_keys.py", "python/storage/test_storage.py"),
         build="python",
     ),
     Bug(
@@ -61,7 +61,7 @@ STORAGE_BUGS: Final = (
             "addrs = [part.addrs for part in parts if part.ended]",
             "addrs = [part.addrs for part in parts]",
         ),
-        _STORAGE,
+        _FAULTS,
         build="python",
     ),
     Bug(
@@ -101,7 +101,7 @@ STORAGE_BUGS: Final = (
         "storage",
         "a store that is gone costs every request its whole budget",
         in_python("storage/storage.py", "if whole or not shared.reading.allows():", "if whole:"),
-        _STORAGE,
+        _FAULTS,
         build="python",
     ),
 )

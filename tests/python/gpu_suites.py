@@ -28,6 +28,7 @@ LOCAL = [
     "test_events.py",
     "test_state_machine.py",
     "storage/test_storage.py",
+    "storage/test_storage_faults.py",
 ]
 STREAMS = ["cuda/test_streams.py"]
 TRANSFER = [

@@ -6,9 +6,11 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import kit
 import numpy as np
 
-from kvpool.storage import DirectoryStore, StoreStats
+import kvpool
+from kvpool.storage import DirectoryStore, Storage, StoreStats
 
 
 def key(number: int) -> bytes:
@@ -94,3 +96,33 @@ class MemoryStore:
         self.calls.append((name, keys))
         if self.failure is not None:
             raise self.failure
+
+
+# ---- pools with a store
+
+LONG_S = 60.0  # a budget that a test never spends
+
+
+def joined_to(pool: kvpool.Pool, where: Any, **options: Any) -> Storage:
+    return Storage(pool, where, **{"model": "m", "write": "never"} | options)
+
+
+def stamped(pool: kvpool.Pool, tokens: np.ndarray, stamps: list[int], **options: Any) -> np.ndarray:
+    """Caches a prompt whose blocks have these stamps."""
+    addrs = kit.store(pool, tokens, **options)
+    kit.Stamps(pool).write(addrs, stamps)
+    return addrs
+
+
+def stamps_of(pool: kvpool.Pool, tokens: np.ndarray, namespace: str = "") -> list[int]:
+    with pool.match(tokens, namespace) as hit:
+        return kit.Stamps(pool).read(hit.addrs)
+
+
+def saved_by(
+    where: Any, tokens: np.ndarray, stamps: list[int], *, layout: Any = None, namespace: str = "", **options: Any
+) -> None:
+    """Another pool has saved a prompt."""
+    with kit.small_pool(0, 16, layout, device="cpu") as pool, joined_to(pool, where, **options) as storage:
+        stamped(pool, tokens, stamps, medium=kvpool.DRAM, namespace=namespace)
+        assert storage.save(tokens, namespace).wait(LONG_S).saved == len(stamps)

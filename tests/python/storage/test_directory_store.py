@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import stat
@@ -332,92 +331,6 @@ def test_threads_that_write_the_same_block_do_not_disturb_each_other(store):
         one.join()
     assert [read(store, number) for number in range(50)] == [joined(content(number)) for number in range(50)]
     assert leftovers_of(store) == []
-
-
-# ---- deletion by age and size
-
-
-def used_s_ago(file: Path, seconds: float) -> None:
-    now = time.time()
-    os.utime(file, (now - seconds, now - seconds))
-
-
-def test_trim_removes_the_least_recently_used(store):
-    ages = {}
-    for number, age in ((1, 300), (2, 100), (3, 200), (4, 400)):
-        ages[number] = stored(store, number)
-        used_s_ago(ages[number], age)
-    size = ages[1].stat().st_size
-    done = store.trim(size_max=2 * size)
-    assert (done.removed, done.removed_bytes, done.blocks, done.bytes) == (2, 2 * size, 2, 2 * size)
-    assert store.exists([key(number) for number in (1, 2, 3, 4)]) == [False, True, True, False]
-    assert store.trim(age_max_s=150).removed == 1
-    assert store.exists([key(2), key(3)]) == [True, False]
-    assert store.stats().deleted == 3
-
-
-def test_a_read_counts_as_a_use(store):
-    files = [stored(store, number) for number in (1, 2)]
-    used_s_ago(files[0], 300)
-    used_s_ago(files[1], 200)
-    read(store, 1)
-    store.trim(size_max=files[0].stat().st_size)
-    assert store.exists([key(1), key(2)]) == [True, False]
-
-
-def test_a_store_keeps_its_size_while_it_is_written_to(tmp_path):
-    size = 1000 + HEADER_BYTES
-    with DirectoryStore(tmp_path / "store", size_max=40 * size) as store:
-        for number in range(400):
-            store.put([key(number)], [content(number)])
-            for file in files_of(store):  # each a second older than the next
-                used_s_ago(file, time.time() - file.stat().st_mtime + 1)
-            assert len(files_of(store)) <= 50  # a quarter more
-        assert len(files_of(store)) >= 30
-        assert store.exists([key(399), key(398), key(0)]) == [True, True, False]
-        assert store.stats().deleted == 400 - len(files_of(store))
-
-
-def test_a_store_drops_what_is_old_while_it_is_written_to(tmp_path):
-    with DirectoryStore(tmp_path / "store", size_max=1 << 20, age_max_s=60) as store:
-        used_s_ago(stored(store, 1), 100)
-        kept = stored(store, 2)
-        used_s_ago(kept, 30)
-        for number in range(300, 500):
-            store.put([key(number)], [content(number)])
-        assert store.exists([key(1), key(2)]) == [False, True]
-
-
-def test_what_a_dead_writer_left_is_removed_and_what_a_live_one_writes_is_not(store):
-    folder = stored(store).parent
-    dead = folder / f".{'a' * 32}.new"
-    alive = folder / f".{'b' * 32}.new"
-    strange = folder / "notes.txt"
-    for file in (dead, alive, strange):
-        file.write_bytes(b"x" * 500)
-    with alive.open() as writer:
-        fcntl.flock(writer, fcntl.LOCK_EX)
-        done = store.trim(size_max=1 << 30)
-        assert (done.leftovers, done.blocks) == (1, 1)
-        assert (dead.exists(), alive.exists(), strange.exists()) == (False, True, True)
-        used_s_ago(alive, 7200)  # nobody writes for hours: where there are no locks, all files look locked or unlocked
-        assert store.trim(size_max=1 << 30).leftovers == 1
-    assert strange.exists()
-
-
-def test_a_writer_whose_file_was_taken_for_a_leftover_writes_again(store, monkeypatch):
-    rename, taken = os.rename, []
-
-    def late(name, *arguments, **options):
-        if not taken:
-            taken.append(name)
-            os.unlink(name, dir_fd=options["src_dir_fd"])
-        rename(name, *arguments, **options)
-
-    monkeypatch.setattr(os, "rename", late)
-    stored(store)
-    assert taken
-    assert read(store, 1) == joined(content(1))
 
 
 # ---- the folder itself
