@@ -1,4 +1,4 @@
-"""One file of a `DirectoryStore`: written, read, and told from what is none.
+"""One file of a `DirectoryStore`: written, read, and told from what else may lie in its place.
 
 A file is written beside its place and renamed, under a lock that says that its writer lives.
 """
