@@ -61,7 +61,7 @@ class StorageCollector(Collector):
                 counter.add_metric([pool], getattr(counts, field))
             yield counter
         errors = CounterMetricFamily(
-            "kvpool_storage_errors", "Calls of the store that failed.", labels=["pool", "what"]
+            "kvpool_storage_errors", "Calls of the store, or of the policy, that failed.", labels=["pool", "what"]
         )
         bad = CounterMetricFamily(
             "kvpool_storage_bad_blocks",
@@ -75,6 +75,7 @@ class StorageCollector(Collector):
         for pool, counts in stats.items():
             errors.add_metric([pool, "loading"], counts.read_errors)
             errors.add_metric([pool, "saving"], counts.write_errors)
+            errors.add_metric([pool, "policy"], counts.policy_errors)
             off.add_metric([pool, "loading"], float(counts.reading_off))
             off.add_metric([pool, "saving"], float(counts.writing_off or counts.store.read_only))
             deleted.add_metric([pool], counts.store.deleted)

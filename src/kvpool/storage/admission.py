@@ -25,7 +25,10 @@ class Admission(Protocol):
         """A request has asked for these blocks, and the pool had them. Returns the positions of blocks to save now."""
 
     def not_saved(self, keys: Sequence[bytes]) -> None:
-        """Blocks that were to be saved were not: they may be asked for again."""
+        """The store does not have these: they were to be saved and were not, or it has lost them.
+
+        They may be returned again. Some of them may be in the store all the same, or may never have been seen.
+        """
 
 
 class Always:

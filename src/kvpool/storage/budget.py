@@ -38,6 +38,11 @@ class ByteBudget:
             self._at = now
             return max(0.0, -self._left / self._bytes_s)
 
+    def give_back(self, size: int) -> None:
+        """Of what was taken, this was not written."""
+        with self._lock:
+            self._left += size
+
 
 class Breaker:
     """Switches something off that keeps failing, and tries it again after a pause, which doubles up to a minute.

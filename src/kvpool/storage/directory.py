@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -12,12 +13,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, TypeVar
 
-from kvpool.arguments import int_from, seconds_from
-from kvpool.errors import ArgumentError, ClosedError, DeadlineExceeded, StoreFailed
+from kvpool.arguments import int_from, seconds_from, shown
+from kvpool.errors import ArgumentError, ArgumentTypeError, ClosedError, DeadlineExceeded, ForkError, StoreFailed
 from kvpool.storage.block_file import HEADER_BYTES, Fault, content_fault, header_fault, header_of
 from kvpool.storage.counting import Seldom, StoreCounter
-from kvpool.storage.folders import FOLDERS, Folders, StoredFile, read_all
-from kvpool.storage.store import Content, StoreStats, Trimmed, check_keys, content_bytes
+from kvpool.storage.files import is_misplaced, missing_if_stale, read_all
+from kvpool.storage.folders import FOLDERS, Folders, StoredFile
+from kvpool.storage.store import Content, StoreStats, Trimmed, check_contents, check_keys, content_bytes, size_limit
 from kvpool.storage.sweeping import Sweep, victims
 
 __all__ = ["DirectoryStore"]
@@ -26,7 +28,8 @@ _log = logging.getLogger("kvpool.storage")
 
 _TOUCH_NS: Final = 60 * 10**9  # a block's last use is written down at most this often
 _RETRY_S: Final = 30.0  # after a write that the file system refused
-_UNREADABLE: Final = (errno.EIO, errno.EUCLEAN, errno.EBADMSG)  # of one file: its sectors, or its checksums
+_UNREADABLE: Final = (errno.EIO, errno.EUCLEAN, errno.EBADMSG)  # perhaps of one file: its sectors, or its checksums
+_UNREADABLE_MAX: Final = 3  # one after the other: then it is the file system
 
 _Item = TypeVar("_Item")
 
@@ -61,16 +64,21 @@ class DirectoryStore:
     ) -> None:
         if size_max is not None and (size_max := int_from(size_max, "size_max")) < 1:
             raise ArgumentError(f"size_max is {size_max}; it must be at least 1", value=size_max)
+        if not isinstance(path, str) and not isinstance(getattr(path, "__fspath__", bytes)(), str):
+            raise ArgumentTypeError(f"path must be a str or a Path, not {type(path).__name__} ({shown(path)})")
         self.path: Final = os.path.abspath(os.fspath(path))
         self._size_max = size_max
         self._age_max_s = None if age_max_s is None else seconds_from(age_max_s, "age_max_s")
         self._counter = StoreCounter()
         self._bad = Seldom()
+        self._refused = Seldom()
+        self._unreadable = 0  # files since one could be read
         self._lock = threading.Lock()  # of the sweep and what follows
         self._sweep = Sweep(size_max, self._age_max_s, secrets.randbelow(FOLDERS))
         self._read_only_until = 0.0
         self._read_only_why: OSError | None = None
         self._running = 0
+        self._process = os.getpid()
         self._closed = False
         self._ended = False
         try:
@@ -90,53 +98,72 @@ class DirectoryStore:
 
     def get(self, keys: Sequence[bytes], into: Sequence[Content], *, timeout: float | None = None) -> list[bool]:
         """Reads blocks, each with one system call, and verifies them; see `Store.get`."""
-        check_keys(keys, into)
+        check_contents(keys, into)
         for position, content in enumerate(into):
             if any(piece.readonly for piece in content):
                 raise ArgumentError(f"content {position} is read-only", position=position)
-        with self._call("failed_reads", timeout) as deadline:
-            return [self._get(key, content) for key, content in zip(deadline.each(keys), into, strict=True)]
+        found = [False] * len(keys)
+        with self._call("failed_reads", timeout) as deadline, contextlib.suppress(DeadlineExceeded):
+            for position, key in enumerate(deadline.each(keys)):
+                found[position] = self._get(key, into[position])
+        return found
 
     def _get(self, key: bytes, content: Content) -> bool:
+        status: os.stat_result | None = None
+        fault: Fault | None = None
         try:
-            fault = self._read(key, content)
-        except FileNotFoundError:
-            self._counter.add(misses=1)
-            return False
-        except NotADirectoryError:
-            fault = "foreign"
+            with self._folders.reading(key) as opened:
+                if opened is None:
+                    fault = "foreign"
+                else:
+                    descriptor, status = opened
+                    with missing_if_stale():
+                        fault = self._read(descriptor, status, key, content)
         except OSError as error:
-            if error.errno not in _UNREADABLE:
-                raise
-            fault = "rotten"
+            self._counter.add(misses=1)
+            self._check_unreadable(error)
+            return False
+        self._unreadable = 0
         if fault is None:
             self._counter.add(hits=1, read_bytes=content_bytes(content))
             return True
         self._counter.add(misses=1, **{fault: 1})
-        self._remove_bad(key, fault)
+        self._remove_bad(key, fault, status)
         return False
 
-    def _read(self, key: bytes, content: Content) -> Fault | None:
+    def _read(self, descriptor: int, status: os.stat_result, key: bytes, content: Content) -> Fault | None:
         header = bytearray(HEADER_BYTES)
-        with self._folders.reading(key) as opened:
-            if opened is None:
-                return "foreign"
-            descriptor, status = opened
-            read = read_all(descriptor, [memoryview(header), *content])
-            fault = header_fault(bytes(header[:read]), key, content, status.st_size)
-            if fault is None and read != status.st_size:
-                fault = "torn"
-            if fault is None:
-                fault = content_fault(bytes(header), content)
-            if fault is None and time.time_ns() - status.st_mtime_ns > _TOUCH_NS:
-                _touch(descriptor)
-            return fault
+        read = read_all(descriptor, [memoryview(header), *content])
+        fault = header_fault(bytes(header[:read]), key, content, status.st_size)
+        if fault is None and read != status.st_size:
+            fault = "torn"
+        if fault is None:
+            fault = content_fault(bytes(header), content)
+        if fault is None and self._folders.now_ns() - status.st_mtime_ns > _TOUCH_NS:
+            _touch(descriptor)
+        return fault
 
-    def _remove_bad(self, key: bytes, fault: Fault) -> None:
-        try:
-            removed = self._folders.remove(key)
-        except OSError:  # a disk that cannot be written to any more; the block stays a miss
-            removed = False
+    def _check_unreadable(self, error: OSError) -> None:
+        """Goes on after a file that is not there, or cannot be read. The file system may be well, and so may the file.
+
+        Raises:
+            OSError: It is not about one file, or there were too many one after the other.
+        """
+        if isinstance(error, FileNotFoundError):
+            return
+        if error.errno not in _UNREADABLE:
+            raise error
+        self._counter.add(rotten=1)
+        self._unreadable += 1
+        if self._unreadable >= _UNREADABLE_MAX:
+            raise error
+
+    def _remove_bad(self, key: bytes, fault: Fault, status: os.stat_result | None) -> None:
+        """Removes a file of which it is proved that it is bad, if nobody has written a good one meanwhile."""
+        removed = False
+        if status is not None:
+            with contextlib.suppress(OSError):  # a disk that cannot be written to any more; the block stays a miss
+                removed = self._folders.remove(key, only=status)
         if more := self._bad.due():
             _log.warning(
                 "%s: block %s is %s%s; %d since the last such message", self.path, key.hex()[:16], fault,
@@ -148,7 +175,7 @@ class DirectoryStore:
 
     def put(self, keys: Sequence[bytes], contents: Sequence[Content], *, timeout: float | None = None) -> int:
         """Writes blocks that are not there yet; see `Store.put`."""
-        check_keys(keys, contents)
+        check_contents(keys, contents)
         with self._call("failed_writes", timeout) as deadline, self._writing():
             return sum(self._put(key, content) for key, content in zip(deadline.each(keys), contents, strict=True))
 
@@ -157,10 +184,27 @@ class DirectoryStore:
         if self._folders.size_of(key) == size:
             self._counter.add(present=1)
             return False
-        self._folders.write(key, [header_of(key, content), *content])
+        try:
+            self._folders.write(key, [header_of(key, content), *content])
+        except OSError as error:
+            if not is_misplaced(error) or error.errno in (errno.EACCES, errno.EPERM):
+                raise
+            self._counter.add(foreign=1)
+            self._say_refused(f"block {key.hex()[:16]} cannot be written to its place", error)
+            return False
         self._counter.add(written=1, written_bytes=size - HEADER_BYTES)
-        self._sweep_after(size)
+        try:
+            self._sweep_after(size)
+        except OSError as error:  # the block is written all the same
+            self._say_refused("what is too old or too much was not removed", error)
         return True
+
+    def _say_refused(self, what: str, error: OSError) -> None:
+        if more := self._refused.due():
+            _log.warning(
+                "%s: %s: %s; %d since the last such message", self.path, what, error.strerror, more,
+                extra={"store": self.path, "errno": error.errno},
+            )  # fmt: skip
 
     def delete(self, keys: Sequence[bytes], *, timeout: float | None = None) -> int:
         """Deletes blocks; see `Store.delete`."""
@@ -185,16 +229,17 @@ class DirectoryStore:
         Raises:
             StoreFailed, DeadlineExceeded, ClosedError: As all methods of a Store.
         """
-        size_max = self._size_max if size_max is None else int_from(size_max, "size_max")
+        size_max = self._size_max if size_max is None else size_limit(size_max)
         age_max_s = self._age_max_s if age_max_s is None else seconds_from(age_max_s, "age_max_s")
         with self._call("failed_writes", timeout) as deadline:
             files: list[StoredFile] = []
             leftovers = 0
+            now = self._folders.now_ns(exactly=True)
             for number in deadline.each(range(FOLDERS)):
                 found, removed = self._folders.cleaned(number)
                 files += found
                 leftovers += removed
-            gone = self._folders.remove_all(victims(files, size_max, age_max_s, time.time_ns()))
+            gone = self._folders.remove_all(victims(files, size_max, age_max_s, now))
         self._counter.add(deleted=len(gone), leftovers=leftovers)
         gone_bytes = sum(file.size for file in gone)
         return Trimmed(
@@ -204,11 +249,17 @@ class DirectoryStore:
     def _sweep_after(self, size: int) -> None:
         with self._lock:
             folders = self._sweep.written(size)
+        found: list[list[StoredFile]] = []
         for number in folders:
             files, leftovers = self._folders.cleaned(number)
+            self._counter.add(leftovers=leftovers)
+            found.append(files)
             with self._lock:
-                gone = self._sweep.gone(number, files, time.time_ns())
-            self._counter.add(deleted=len(self._folders.remove_all(gone)), leftovers=leftovers)
+                self._sweep.saw(number, files)
+        for files in found:  # of the first few it is known only now how large the store is
+            with self._lock:
+                gone = self._sweep.gone(files, self._folders.now_ns())
+            self._counter.add(deleted=len(self._folders.remove_all(gone)))
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -238,12 +289,15 @@ class DirectoryStore:
 
     def stats(self) -> StoreStats:
         """What it has done so far, in this process."""
+        self._check_process()
         with self._lock:
             read_only = self._read_only_why is not None and self._read_only_until > time.monotonic()
         return self._counter.read(read_only=read_only)
 
     def close(self) -> None:
         """Ends it; idempotent. Calls that are under way end as they would have."""
+        if os.getpid() != self._process:
+            return
         with self._lock:
             self._closed = True
             last = self._running == 0 and not self._ended
@@ -254,6 +308,7 @@ class DirectoryStore:
     @contextmanager
     def _call(self, failures: str, timeout: float | None) -> Iterator[_Deadline]:
         deadline = _Deadline(timeout)
+        self._check_process()
         with self._lock:
             if self._closed:
                 raise ClosedError(f"the store {self.path} is closed")
@@ -267,6 +322,10 @@ class DirectoryStore:
             raise _failed(f"the store {self.path} failed", error) from error
         finally:
             self._leave()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:  # a thread of the parent may have had the lock, and is not there
+            raise ForkError("this store belongs to the parent process: open one after the fork")
 
     def _leave(self) -> None:
         with self._lock:

@@ -6,27 +6,35 @@
 
 Every name is opened relative to its folder and without following links, so no link in the folder leads out of it. Files
 have mode 0600 and folders 0700. A file counts as this store's if it is regular, has such a name, and has the owner of
-the store's own folder.
+the store's own folder, of its mark, or of this process.
+
+Times are those of the file system: hosts that share a store need not agree on what time it is.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import re
-import secrets
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
 from kvpool.errors import ArgumentError, StateError
+from kvpool.storage.files import (
+    but_misplaced,
+    has_no_writer,
+    is_misplaced,
+    made_ns,
+    missing_if_stale,
+    write_and_rename,
+)
 
-__all__ = ["FOLDERS", "Folders", "StoredFile", "read_all"]
+__all__ = ["FOLDERS", "Folders", "StoredFile"]
 
 FOLDERS: Final = 256
 
@@ -37,9 +45,7 @@ _UNDER_WAY: Final = re.compile(r"\.[0-9a-f]{32}\.new")
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # O_NONBLOCK: a FIFO in the place of a file must not hold the reader.
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-_WRITE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_BUFFERS_MAX: Final = 1024  # IOV_MAX of Linux
-_LEFT_AFTER_S: Final = 3600.0  # a file that is being written, where a file system has no locks
+_NOT_OURS_AT_ROOT: Final = ("lost+found",)  # that a file system has made there
 
 
 @dataclass(frozen=True)
@@ -73,10 +79,13 @@ class Folders:
         if not path or "\0" in path:
             raise ArgumentError("the path of a store is empty or has a zero byte")
         os.makedirs(path, mode=0o700, exist_ok=True)
+        self._path = path
+        self._ahead_ns = 0  # of this host's clock: how far the file system's was when it was last seen
         self._root = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            self._owner = os.fstat(self._root).st_uid
             self._check_mark(path)
+            mark = os.stat(_MARK, dir_fd=self._root, follow_symlinks=False)
+            self._owners = {os.geteuid(), os.fstat(self._root).st_uid, mark.st_uid}
         except BaseException:
             os.close(self._root)
             raise
@@ -94,14 +103,14 @@ class Folders:
             FileNotFoundError: It is not there.
         """
         number, name = _place(key)
-        with self._folder(number) as folder:
-            try:
+        try:
+            with self._folder(number) as folder, missing_if_stale():
                 descriptor = os.open(name, _READ, dir_fd=folder)
-            except OSError as error:
-                if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):  # a link, a socket
-                    yield None
-                    return
+        except OSError as error:
+            if not is_misplaced(error):
                 raise
+            yield None
+            return
         try:
             status = os.fstat(descriptor)
             yield (descriptor, status) if stat.S_ISREG(status.st_mode) else None
@@ -112,41 +121,66 @@ class Folders:
         """How long the file of a block is; None without one."""
         number, name = _place(key)
         try:
-            with self._folder(number) as folder:
+            with self._folder(number) as folder, missing_if_stale():
                 status = os.stat(name, dir_fd=folder, follow_symlinks=False)
-        except FileNotFoundError:
-            return None
+        except OSError as error:
+            if isinstance(error, FileNotFoundError) or is_misplaced(error):
+                return None
+            raise
         return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def write(self, key: bytes, buffers: Sequence[memoryview | bytes]) -> None:
-        """Writes a block beside its place, and moves it there when all of it is written."""
+        """Writes a block beside its place, and moves it there when all of it is written.
+
+        Raises:
+            OSError: One of which `is_misplaced` holds, and not about permissions: it cannot be written to its place.
+        """
         number, name = _place(key)
         with self._folder(number, make=True) as folder:
             for last in (False, True):
                 try:
-                    _write_and_rename(folder, name, buffers)
+                    self._ahead_ns = write_and_rename(folder, name, buffers) - time.time_ns()
                     return
                 except FileNotFoundError:  # a trim took the new file for one of a writer that died
                     if last:
                         raise
 
-    def remove(self, key: bytes) -> bool:
-        """Removes the file of a block, if it is this store's; whether it was there."""
+    def now_ns(self, *, exactly: bool = False) -> int:
+        """What time it is by the clock of the file system.
+
+        Args:
+            exactly: Asks it, by a file that is made and removed again; else as far from this host's clock as it was
+                when a block was last written.
+        """
+        if exactly:
+            self._ahead_ns = made_ns(self._root) - time.time_ns()
+        return time.time_ns() + self._ahead_ns
+
+    def remove(self, key: bytes, only: os.stat_result | None = None) -> bool:
+        """Removes the file of a block, if it is this store's; whether it was there.
+
+        Args:
+            key: Of the block.
+            only: If it is still this file, and was not written anew.
+        """
         number, name = _place(key)
         try:
             with self._folder(number) as folder:
-                return self._remove(folder, name)
-        except FileNotFoundError:
-            return False
+                return self._remove(folder, name, only=only)
+        except OSError as error:
+            if isinstance(error, FileNotFoundError) or error.errno in (errno.ENOTDIR, errno.ELOOP):
+                return False
+            raise
 
     def remove_all(self, files: Sequence[StoredFile]) -> list[StoredFile]:
         """Removes files of a listing that are still there and were not used since; returns those."""
         removed = []
         for number in sorted({file.folder for file in files}):
-            with contextlib.suppress(FileNotFoundError), self._folder(number) as folder:
+            with but_misplaced(), self._folder(number) as folder:
                 for file in files:
-                    if file.folder == number and self._remove(folder, file.name, file.used_ns):
-                        removed.append(file)
+                    with but_misplaced():
+                        if file.folder == number and self._remove(folder, file.name, file.used_ns):
+                            removed.append(file)
         return removed
 
     def cleaned(self, number: int) -> tuple[list[StoredFile], int]:
@@ -160,37 +194,29 @@ class Folders:
         return blocks, removed
 
     def _remove_leftover(self, number: int, name: str, status: os.stat_result) -> bool:
-        try:
-            with self._folder(number) as folder:
-                if not _has_no_writer(folder, name, status):
-                    return False
+        with but_misplaced(), self._folder(number) as folder:
+            if has_no_writer(folder, name, self.now_ns() - status.st_mtime_ns):
                 os.unlink(name, dir_fd=folder)
-        except FileNotFoundError:
-            return False
-        return True
+                return True
+        return False
 
     def _files(self, number: int) -> list[tuple[str, os.stat_result]]:
         """The regular files of the store's owner in a folder."""
         found = []
-        try:
-            with self._folder(number) as folder, os.scandir(folder) as entries:
-                for entry in entries:
-                    with contextlib.suppress(FileNotFoundError):
-                        status = entry.stat(follow_symlinks=False)
-                        if stat.S_ISREG(status.st_mode) and status.st_uid == self._owner:
-                            found.append((entry.name, status))
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        except OSError as error:
-            if error.errno != errno.ELOOP:
-                raise
-            return []
+        with but_misplaced(), self._folder(number) as folder, os.scandir(folder) as entries:
+            for entry in entries:
+                with but_misplaced():
+                    status = entry.stat(follow_symlinks=False)
+                    if stat.S_ISREG(status.st_mode) and status.st_uid in self._owners:
+                        found.append((entry.name, status))
         return found
 
-    def _remove(self, folder: int, name: str, used_ns: int | None = None) -> bool:
+    def _remove(self, folder: int, name: str, used_ns: int | None = None, only: os.stat_result | None = None) -> bool:
         try:
             status = os.stat(name, dir_fd=folder, follow_symlinks=False)
-            if not stat.S_ISREG(status.st_mode) or status.st_uid != self._owner:
+            if not stat.S_ISREG(status.st_mode) or status.st_uid not in self._owners:
+                return False
+            if only is not None and (status.st_ino, status.st_mtime_ns) != (only.st_ino, only.st_mtime_ns):
                 return False
             if used_ns is not None and status.st_mtime_ns > used_ns:
                 return False
@@ -203,17 +229,46 @@ class Folders:
     def _folder(self, number: int, make: bool = False) -> Iterator[int]:
         name = f"{number:02x}"
         try:
-            descriptor = os.open(name, _DIRECTORY, dir_fd=self._root)
-        except FileNotFoundError:
-            if not make:
+            descriptor = self._opened(name, make)
+        except OSError as error:
+            gone = error.errno == errno.ESTALE or (error.errno == errno.ENOENT and os.fstat(self._root).st_nlink == 0)
+            if not gone or not self._found_again():
                 raise
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(name, 0o700, dir_fd=self._root)
-            descriptor = os.open(name, _DIRECTORY, dir_fd=self._root)
+            descriptor = self._opened(name, make)
         try:
             yield descriptor
         finally:
             os.close(descriptor)
+
+    def _opened(self, name: str, make: bool) -> int:
+        try:
+            return os.open(name, _DIRECTORY, dir_fd=self._root)
+        except FileNotFoundError:
+            if not make:
+                raise
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, 0o700, dir_fd=self._root)
+        return os.open(name, _DIRECTORY, dir_fd=self._root)
+
+    def _found_again(self) -> bool:
+        """Whether another folder has the store's path by now, and is a store: it was made, or mounted, anew."""
+        try:
+            root = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            with contextlib.suppress(OSError):
+                mark = os.open(_MARK, _READ, dir_fd=root)
+                try:
+                    same = os.read(mark, 256) == _MARK_TEXT
+                finally:
+                    os.close(mark)
+                if same:
+                    os.dup2(root, self._root, inheritable=False)  # in its place, for all threads at once
+                return same
+            return False
+        finally:
+            os.close(root)
 
     def _check_mark(self, path: str) -> None:
         try:
@@ -225,14 +280,18 @@ class Folders:
                 found = os.read(mark, 256)
             finally:
                 os.close(mark)
-            if found != _MARK_TEXT:
+            if found == _MARK_TEXT:
+                return
+            if found:
                 raise StateError(f"{path} is a store of another version: {found[:40]!r}, not {_MARK_TEXT!r}")
-            return
+            # Empty: it was renamed before a loss of power, and its content was not yet on the medium.
         # Another process may be making the same store at this moment: what that has written so far is no foreign file.
-        others = [name for name in os.listdir(self._root) if name != _MARK and not _UNDER_WAY.fullmatch(name)]
+        known = (_MARK, *_NOT_OURS_AT_ROOT)
+        others = [name for name in os.listdir(self._root) if name not in known and not _UNDER_WAY.fullmatch(name)]
         if others and self._mark_is_missing():
             raise StateError(f"{path} is no store, and has files: {min(others)!r}. Name an empty folder")
-        _write_and_rename(self._root, _MARK, [_MARK_TEXT])
+        write_and_rename(self._root, _MARK, [_MARK_TEXT], flush=True)
+        os.fsync(self._root)
 
     def _mark_is_missing(self) -> bool:
         try:
@@ -240,68 +299,6 @@ class Folders:
         except FileNotFoundError:
             return True
         return False
-
-
-def read_all(descriptor: int, buffers: Sequence[memoryview]) -> int:
-    """Reads from the beginning until the buffers are full or the file ends; returns how many bytes were read."""
-    return _vectored(lambda left, done: os.preadv(descriptor, left, done), buffers)
-
-
-def _write_and_rename(folder: int, name: str, buffers: Sequence[memoryview | bytes]) -> None:
-    new = f".{secrets.token_hex(16)}.new"
-    descriptor = os.open(new, _WRITE, 0o600, dir_fd=folder)
-    try:
-        with contextlib.suppress(OSError):  # a file system without locks; then age says whose writer has died
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        wanted = sum(memoryview(buffer).nbytes for buffer in buffers)
-        written = _vectored(lambda left, done: os.pwritev(descriptor, left, done), [memoryview(b) for b in buffers])
-        if written != wanted:
-            raise OSError(errno.EIO, f"{written} of {wanted} bytes were written")
-        # NFS sends what it holds, and says what failed, when a descriptor is closed. The lock stays with the other one.
-        os.close(os.dup(descriptor))
-        os.rename(new, name, src_dir_fd=folder, dst_dir_fd=folder)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(new, dir_fd=folder)
-        raise
-    finally:
-        os.close(descriptor)
-
-
-def _vectored(call: Callable[[list[memoryview], int], int], buffers: Sequence[memoryview]) -> int:
-    left = [buffer for buffer in buffers if buffer.nbytes]
-    done = 0
-    while left:
-        moved = call(left[:_BUFFERS_MAX], done)
-        if moved == 0:
-            break
-        done += moved
-        while moved and left:
-            taken = min(moved, left[0].nbytes)
-            moved -= taken
-            if taken == left[0].nbytes:
-                left.pop(0)
-            else:
-                left[0] = left[0][taken:]
-    return done
-
-
-def _has_no_writer(folder: int, name: str, status: os.stat_result) -> bool:
-    """Whether the writer of a new file has died: nobody has a lock on it."""
-    if time.time() - status.st_mtime > _LEFT_AFTER_S:
-        return True
-    try:
-        descriptor = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=folder)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    else:
-        return True
-    finally:
-        os.close(descriptor)
 
 
 def _place(key: bytes) -> tuple[int, str]:

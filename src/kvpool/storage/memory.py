@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.attention import KVSequence
 from kvpool.errors import Busy, ClosedError, Error, ForkError, OutOfBlocks, StaleAddress, StateError, Unsupported
 from kvpool.pool import Pool
 from kvpool.storage.store import Content
 from kvpool.types import DRAM, HBM, Medium, decode_address
 
-__all__ = ["BlockMemory"]
+__all__ = ["BlockMemory", "Copies"]
 
 _BATCH_BYTES: Final = 8 << 20  # that are copied out, or read, at a time
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Content of blocks, by their positions in the prompt.
+
+    Attributes:
+        found: Copies.
+        unfilled: Positions of cached blocks whose content is still to come.
+    """
+
+    found: dict[int, Content]
+    unfilled: list[int]
 
 
 class BlockMemory:
@@ -68,14 +80,13 @@ class BlockMemory:
             with contextlib.suppress(ClosedError, ForkError):
                 self._pool.free(np.asarray(addrs, np.uint64))
 
-    @contextmanager
-    def copied(
+    def copies(
         self, tokens: npt.NDArray[np.int32] | npt.NDArray[np.int64], namespace: str, positions: Sequence[int]
-    ) -> Iterator[dict[int, Content]]:
-        """Copies of those blocks of a prompt that are cached, by their positions. Holds and pins nothing meanwhile.
+    ) -> Copies:
+        """Copies of those blocks of a prompt that are cached. Holds and pins nothing.
 
-        A copy is good if the index still has the block at the same address afterwards: a cached block never changes,
-        and an address never names another one.
+        A copy is good if the content was there before it was made, and the index still has the block at the same
+        address afterwards: such a block does not change, and an address never names another one.
 
         Args:
             tokens: The prompt.
@@ -84,67 +95,60 @@ class BlockMemory:
         """
         end = (max(positions) + 1) * self._pool.kv_layout.block_tokens
         addrs = self._pool.explain_match(tokens[:end], namespace).addrs
-        cached = [position for position in positions if position < len(addrs)]
+        direct: list[int] = []
+        others: list[int] = []
+        unfilled: list[int] = []
         found: dict[int, Content] = {}
-        with self._filled(addrs, cached) as filled:
-            direct = [at for at in filled if Medium(decode_address(addrs[at]).medium) in self._views]
-            found |= self._copies(addrs, direct)
-            now = self._pool.explain_match(tokens[:end], namespace).addrs
-            found = {at: content for at, content in found.items() if at < len(now) and now[at] == addrs[at]}
-        with self._staged(addrs, [at for at in filled if at not in direct]) as staged:
-            yield {**found, **staged}
+        for at in positions:
+            if at < len(addrs):
+                viewed = Medium(decode_address(addrs[at]).medium) in self._views
+                (direct if viewed else others).append(at)
+        for at in direct:
+            if self._is_unfilled(int(addrs[at])):
+                unfilled.append(at)
+            else:
+                found[at] = self._copy_of(int(addrs[at]))
+        now = self._pool.explain_match(tokens[:end], namespace).addrs
+        found = {at: content for at, content in found.items() if at < len(now) and now[at] == addrs[at]}
+        staged = self._by_way_of_dram(addrs, others)
+        return Copies({**found, **staged.found}, [*unfilled, *staged.unfilled])
 
-    def _copies(self, addrs: npt.NDArray[np.uint64], positions: Sequence[int]) -> dict[int, Content]:
-        copies = np.empty((len(positions), self.block_bytes), np.uint8)
-        for copy, position in zip(copies, positions, strict=True):
-            at = 0
-            for piece in self.content(int(addrs[position])):
-                copy[at : at + piece.nbytes] = piece
-                at += piece.nbytes
-        return {position: [copy.data] for copy, position in zip(copies, positions, strict=True)}
+    def _is_unfilled(self, address: int) -> bool:
+        """Whether the content of a cached block is still to come: `insert(filled=False)` caches blocks before it is.
 
-    @contextmanager
-    def _filled(self, addrs: npt.NDArray[np.uint64], positions: Sequence[int]) -> Iterator[list[int]]:
-        """Those of the blocks whose content is there: `insert(filled=False)` caches blocks before it is.
-
-        A sequence refuses such blocks, and keeps the others until it is closed. It knows no raw blocks, nor elements
-        that attention cannot read: of those all count as filled.
+        `filled` refuses a list that has a block twice, and changes nothing; at the second if the first is unfilled.
         """
-        held: list[KVSequence] = []
         try:
-            yield self._hold(addrs, positions, held)
-        finally:
-            for sequence in held:
-                sequence.close()
+            self._pool.filled([address, address])
+        except (StaleAddress, StateError) as error:
+            return error.fields.get("position") == 1
+        raise AssertionError("a block was filled twice")
 
-    def _hold(self, addrs: npt.NDArray[np.uint64], positions: Sequence[int], held: list[KVSequence]) -> list[int]:
-        """Adds sequences to `held`; the positions of the blocks that count as filled."""
-        if not positions:
-            return []
-        try:
-            held.append(self._pool.sequence(addrs[list(positions)]))
-        except Unsupported:
-            return list(positions)
-        except (Busy, StaleAddress, StateError):
-            if len(positions) == 1:
-                return []
-            middle = len(positions) // 2
-            return self._hold(addrs, positions[:middle], held) + self._hold(addrs, positions[middle:], held)
-        return list(positions)
+    def _copy_of(self, address: int) -> Content:
+        copy = np.empty(self.block_bytes, np.uint8)
+        at = 0
+        for piece in self.content(address):
+            copy[at : at + piece.nbytes] = piece
+            at += piece.nbytes
+        return [copy.data]
 
-    @contextmanager
-    def _staged(self, addrs: npt.NDArray[np.uint64], positions: Sequence[int]) -> Iterator[dict[int, Content]]:
-        """Blocks that the CPU cannot read, of a GPU or of an engine, by way of blocks in DRAM."""
-        into = self.alloc(len(positions)) if positions else np.empty(0, np.uint64)
+    def _by_way_of_dram(self, addrs: npt.NDArray[np.uint64], positions: Sequence[int]) -> Copies:
+        """Blocks that the CPU cannot read, of a GPU or of an engine, one after the other by way of a block in DRAM."""
+        copies = Copies({}, [])
+        into = self.alloc(1) if positions else np.empty(0, np.uint64)
         try:
-            staged = {}
-            for target, position in zip(into, positions, strict=False):
-                with contextlib.suppress(Busy, StaleAddress, StateError):
-                    self._pool.copy(addrs[position : position + 1], [int(target)])
-                    staged[position] = self.content(int(target))
-            yield staged
+            for position in positions if len(into) else []:
+                try:
+                    self._pool.copy(addrs[position : position + 1], into)
+                except Busy:
+                    copies.unfilled.append(position)
+                except (StaleAddress, StateError):
+                    continue
+                else:
+                    copies.found[position] = self._copy_of(int(into[0]))
         finally:
             self.free(into)
+        return copies
 
 
 def _view(pool: Pool, medium: Medium) -> npt.NDArray[Any] | None:

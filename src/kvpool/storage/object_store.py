@@ -7,6 +7,7 @@ Raises:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 import threading
@@ -20,7 +21,7 @@ from kvpool.errors import ArgumentError, ArgumentTypeError, ClosedError, Deadlin
 from kvpool.storage.block_file import HEADER_BYTES, Fault, content_fault, header_fault, header_of
 from kvpool.storage.counting import Seldom, StoreCounter
 from kvpool.storage.folders import StoredFile
-from kvpool.storage.store import Content, StoreStats, Trimmed, check_keys, content_bytes
+from kvpool.storage.store import Content, StoreStats, Trimmed, check_contents, check_keys, content_bytes, size_limit
 from kvpool.storage.sweeping import victims
 
 try:
@@ -93,15 +94,22 @@ class ObjectStore:
 
     def get(self, keys: Sequence[bytes], into: Sequence[Content], *, timeout: float | None = None) -> list[bool]:
         """Reads blocks, and verifies them; see `Store.get`."""
-        check_keys(keys, into)
+        check_contents(keys, into)
         for position, content in enumerate(into):
             if any(piece.readonly for piece in content):
                 raise ArgumentError(f"content {position} is read-only", position=position)
-        return self._each(self._get, [*zip(keys, into, strict=True)], timeout, "failed_reads")
+        found = [False] * len(keys)
+
+        async def one(position: int) -> None:
+            found[position] = await self._get(keys[position], into[position])
+
+        with contextlib.suppress(DeadlineExceeded):
+            self._each(one, range(len(keys)), timeout, "failed_reads")
+        return found
 
     def put(self, keys: Sequence[bytes], contents: Sequence[Content], *, timeout: float | None = None) -> int:
         """Writes blocks that are not there yet; see `Store.put`."""
-        check_keys(keys, contents)
+        check_contents(keys, contents)
         return sum(self._each(self._put, [*zip(keys, contents, strict=True)], timeout, "failed_writes"))
 
     def delete(self, keys: Sequence[bytes], *, timeout: float | None = None) -> int:
@@ -121,7 +129,7 @@ class ObjectStore:
             age_max_s: Seconds since it was written after which a block goes; None: never.
             timeout: Seconds.
         """
-        size_max = None if size_max is None else int_from(size_max, "size_max")
+        size_max = None if size_max is None else size_limit(size_max)
         age_max_s = None if age_max_s is None else seconds_from(age_max_s, "age_max_s")
 
         async def all_of_it(_: None) -> Trimmed:
@@ -157,8 +165,7 @@ class ObjectStore:
         except FileNotFoundError:
             return False
 
-    async def _get(self, asked: tuple[bytes, Content]) -> bool:
-        key, content = asked
+    async def _get(self, key: bytes, content: Content) -> bool:
         try:
             found = await obstore.get_async(self._store, _path(key))
             wrong_size = found.meta["size"] != HEADER_BYTES + content_bytes(content)

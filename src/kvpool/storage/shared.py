@@ -46,13 +46,15 @@ class Warnings:
     """Says once in a while that the store fails. Thread-safe."""
 
     def __init__(self) -> None:
-        self._seldom = {"loading": Seldom(), "saving": Seldom()}
+        self._seldom = {"loading": Seldom(), "saving": Seldom(), "the admission policy": Seldom()}
 
-    def failed(self, what: Literal["loading", "saving"], error: object, switched_off: bool) -> None:
-        """A call of the store has failed.
+    def failed(
+        self, what: Literal["loading", "saving", "the admission policy"], error: object, switched_off: bool = False
+    ) -> None:
+        """A call of the store, or of the policy, has failed.
 
         Args:
-            what: The call was for.
+            what: The call was for, or of.
             error: Why.
             switched_off: Whether the store is left alone from now on, for a while.
         """

@@ -26,11 +26,12 @@ class StorageStats:
         saved_blocks: Blocks newly written.
         saved_bytes: Their content.
         present_blocks: Blocks that were in the store already.
-        gone_blocks: Blocks that had left the pool, or had no content yet, when their turn came.
+        gone_blocks: Blocks that had left the pool when their turn came, or had no content for too long.
         dropped_blocks: Blocks that were not saved: too many were waiting, or writing is switched off or has failed.
         lost_events: Events of the pool that came faster than they were read.
         read_errors: Calls of the store that failed while loading.
         write_errors: Calls of the store that failed while saving.
+        policy_errors: Calls of the admission policy that failed: what they were about is not saved.
         reading_off: Whether loads leave the store alone for a while, because reading kept failing or being late.
         writing_off: Whether saves do, because writing kept failing.
         store: What the store itself counts.
@@ -52,6 +53,7 @@ class StorageStats:
     lost_events: int = 0
     read_errors: int = 0
     write_errors: int = 0
+    policy_errors: int = 0
     reading_off: bool = False
     writing_off: bool = False
     store: StoreStats = field(default_factory=StoreStats)

@@ -20,7 +20,7 @@ from kvpool.storage.handles import StorageHandle
 from kvpool.storage.keys import ContentKeys, tokens_from
 from kvpool.storage.loading import Load, Loaded
 from kvpool.storage.memory import BlockMemory
-from kvpool.storage.saving import Save, Saved
+from kvpool.storage.saving import SAVED_WITHIN_S, Save, Saved, Wanted
 from kvpool.storage.shared import Shared, Warnings
 from kvpool.storage.stats import Counters, StorageStats
 from kvpool.storage.store import Store
@@ -36,7 +36,6 @@ _POLICIES: Final = {"on_second_use": OnSecondUse, "always": Always}
 _THREADS_MAX: Final = 64
 _LOADS_MAX: Final = 4096  # parts of loads that wait
 _SAVES_MAX: Final = 1 << 24  # tokens of saves that wait
-_BEHIND_S: Final = 300.0  # what was not saved by then is left
 _JOIN_S: Final = 2.0
 
 
@@ -51,8 +50,7 @@ class Storage:
     store that is slow or gone costs a load its budget at most, and after three such loads nothing at all for a while.
     Errors of the store are counted and logged once in a while, and no load fails by them.
 
-    Blocks that `insert` has cached with ``filled=False`` are saved when they are filled. Only of raw blocks, and of
-    elements that attention has no kernel for, a pool does not tell: cache none of those before they are filled.
+    Blocks that `insert` has cached with ``filled=False`` are not saved before they are filled.
 
     It does not own the pool or the store: close this first. A pool of a logical instance has no memory here: each of
     its ranks that is a pool by itself can have a Storage, with its `rank_slice`.
@@ -98,6 +96,8 @@ class Storage:
             raise ArgumentTypeError(f"pool must be a Pool, not {type(pool).__name__}")
         if secret is not None and not isinstance(secret, str):
             raise ArgumentTypeError(f"secret must be a str, not {type(secret).__name__}")
+        if not all(callable(getattr(store, name, None)) for name in ("exists", "get", "put", "stats")):
+            raise ArgumentTypeError(f"store must be a Store, not {type(store).__name__} ({shown(store)})")
         admission = _admission_of(write)
         keys = ContentKeys(
             model=pool.settings.model if model is None else model,
@@ -118,7 +118,7 @@ class Storage:
             store_timeout_s=seconds_from(store_timeout_s, "store_timeout_s"), closing=threading.Event(),
         )  # fmt: skip
         if admission is not None:
-            self._behind = WriteBehind(self._shared, admission, self._save_behind)
+            self._behind = WriteBehind(self._shared, admission)
 
     def load(self, tokens: TokenVector, namespace: str = "", *, budget_s: float = 1.0) -> StorageHandle[Loaded]:
         """Brings the longest prefix of a prompt that the pool and the store have together into the pool.
@@ -146,7 +146,7 @@ class Storage:
         have = len(hit.addrs)
         if self._behind is not None:
             self._behind.used(wide, namespace, have)
-        load = Load(shared, wide, namespace, hit, until)
+        load = Load(shared, wide, namespace, hit, until, self._missed)
         whole = have == len(wide) // shared.pool.kv_layout.block_tokens
         if whole or not shared.reading.allows():
             shared.counters.add(skipped_loads=0 if whole else 1)
@@ -168,20 +168,22 @@ class Storage:
 
         Returns:
             A handle to wait for, await or cancel; its result is a `Saved`. It fails with StoreFailed or
-            DeadlineExceeded; what was written by then stays.
+            DeadlineExceeded, within `timeout` also if the store hangs; what was written by then stays.
 
         Raises:
             ArgumentError, ArgumentTypeError, ClosedError, ForkError: As `load`.
         """
-        until = time.monotonic() + (_BEHIND_S if timeout is None else seconds_from(timeout, "timeout"))
+        until = time.monotonic() + (SAVED_WITHIN_S if timeout is None else seconds_from(timeout, "timeout"))
         wide = self._checked(tokens)
         held = self._shared.pool.match(wide, namespace)
-        save = Save(self._shared, wide, namespace, range(len(held.addrs)), until, held)
+        save = Save(self._shared, Wanted(wide, namespace, range(len(held.addrs)), until), held)
         save.begin()
         return save.handle
 
     def flush(self, timeout: float | None = None) -> bool:
         """Waits until the policy has heard of all that the pool has stored so far, and the writers have no work left.
+
+        It does not wait for blocks whose content is still to come.
 
         Args:
             timeout: Seconds; None: the setting ``timeout_s`` of the pool.
@@ -206,31 +208,25 @@ class Storage:
     def close(self) -> None:
         """Ends it. Idempotent; closes neither the pool nor the store.
 
-        Loads that are under way end at once; saves that have not begun are dropped. A call of the store that hangs is
-        left behind after two seconds: its thread ends with the call, and frees the blocks that it had then.
+        Loads and saves that are under way end at once. A call of the store that hangs is left behind after two seconds:
+        its thread ends with the call, and frees the blocks that it had then.
         """
         if self._closed or os.getpid() != self._process:
             return
         self._closed = True
         shared = self._shared
         shared.closing.set()
-        if self._behind is not None:
-            self._behind.close()
-        shared.alarm.close()
         until = time.monotonic() + _JOIN_S
+        if self._behind is not None:
+            self._behind.close(until)
+        shared.alarm.close()
         shared.writers.close(until)
         shared.readers.close(until)
         shared.memory.release()
 
-    def _save_behind(
-        self, tokens: npt.NDArray[np.int32] | npt.NDArray[np.int64], namespace: str, positions: Sequence[int]
-    ) -> None:
-        until = time.monotonic() + _BEHIND_S
-        Save(self._shared, tokens, namespace, positions, until, not_saved=self._not_saved).begin()
-
-    def _not_saved(self, keys: Sequence[bytes]) -> None:
+    def _missed(self, keys: Sequence[bytes]) -> None:
         if self._behind is not None:
-            self._behind.not_saved(keys)
+            self._behind.missed(keys)
 
     def _checked(self, tokens: TokenVector) -> npt.NDArray[np.int64]:
         self._check_open()

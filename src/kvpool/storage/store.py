@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeAlias
 
-from kvpool.arguments import shown
+from kvpool.arguments import int_from, shown
 from kvpool.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["Content", "Store", "StoreStats", "Trimmed", "check_keys", "content_bytes"]
+__all__ = ["Content", "Store", "StoreStats", "Trimmed", "check_contents", "check_keys", "content_bytes", "size_limit"]
 
 Content: TypeAlias = Sequence[memoryview]
 """The bytes of a block, in one buffer or in several that follow each other: contiguous, of format "B"."""
@@ -31,7 +31,7 @@ class StoreStats:
         present: Blocks that `put` did not write, because they were there.
         torn: Of the misses: their size was wrong.
         rotten: Of the misses: a checksum was wrong, or the medium could not read them.
-        foreign: Of the misses: something else was in their place.
+        foreign: Of the misses, and of blocks that were to be written: something else was in their place.
         deleted: Blocks deleted on request, by age or by size.
         leftovers: Remains of writers that died, removed.
         failed_reads: Calls of exists and get that failed.
@@ -82,8 +82,8 @@ class Store(Protocol):
     file system that hangs holds the calling thread longer, so callers that cannot wait use `Storage`.
 
     All methods raise StoreFailed if the store cannot be reached or has failed, DeadlineExceeded after `timeout` seconds
-    (None: no limit; what was done by then stays done), ClosedError after `close`, ArgumentError and ArgumentTypeError
-    for bad arguments.
+    (None: no limit; what was done by then stays done; not `get`), ClosedError after `close`, ArgumentError and
+    ArgumentTypeError for bad arguments.
     """
 
     def exists(self, keys: Sequence[bytes], *, timeout: float | None = None) -> list[bool]:
@@ -98,7 +98,8 @@ class Store(Protocol):
             timeout: Seconds.
 
         Returns:
-            For each whether it came. The buffers of the others have undefined content.
+            For each whether it came. The buffers of the others have undefined content. After `timeout` seconds it
+            returns what has come by then, in place of DeadlineExceeded.
         """
 
     def put(self, keys: Sequence[bytes], contents: Sequence[Content], *, timeout: float | None = None) -> int:
@@ -122,13 +123,16 @@ class Store(Protocol):
         """Ends it. Idempotent. Calls that are under way end as they would have."""
 
 
-def check_keys(keys: Sequence[bytes], contents: Sequence[Content] | None = None) -> None:
-    """Checks the arguments of a call.
+def check_keys(keys: Sequence[bytes]) -> None:
+    """Checks the keys of a call.
 
     Raises:
-        ArgumentError: A key is too short or too long; contents are too few or too many.
-        ArgumentTypeError: A key is not bytes, or a content is no sequence of buffers.
+        ArgumentError: A key is too short or too long.
+        ArgumentTypeError: They are no sequence, or a key is not bytes.
     """
+    given: object = keys
+    if isinstance(given, bytes | str) or not isinstance(given, Sequence):
+        raise ArgumentTypeError(f"keys must be a sequence of bytes, not {type(keys).__name__} ({shown(keys)})")
     for position, key in enumerate(keys):
         if not isinstance(key, bytes):
             raise ArgumentTypeError(f"key {position} must be bytes, not {type(key).__name__} ({shown(key)})")
@@ -137,12 +141,24 @@ def check_keys(keys: Sequence[bytes], contents: Sequence[Content] | None = None)
                 f"key {position} has {len(key)} bytes; it must have {_KEY_BYTES_MIN} to {_KEY_BYTES_MAX}",
                 position=position,
             )
-    if contents is None:
-        return
+
+
+def check_contents(keys: Sequence[bytes], contents: Sequence[Content]) -> None:
+    """Checks the keys and contents of a call.
+
+    Raises:
+        ArgumentError: As `check_keys`; contents are too few or too many, or not contiguous bytes.
+        ArgumentTypeError: As `check_keys`; a content is no sequence of buffers.
+    """
+    check_keys(keys)
+    if not isinstance(contents, Sequence):
+        raise ArgumentTypeError(f"contents must be a sequence, not {type(contents).__name__} ({shown(contents)})")
     if len(contents) != len(keys):
         raise ArgumentError(f"{len(keys)} keys and {len(contents)} contents", given=len(contents), needed=len(keys))
     for position, content in enumerate(contents):
-        if isinstance(content, memoryview) or not all(isinstance(piece, memoryview) for piece in content):
+        given: object = content
+        several = isinstance(given, Sequence) and not isinstance(given, memoryview)
+        if not several or not all(isinstance(piece, memoryview) for piece in content):
             raise ArgumentTypeError(f"content {position} must be a list of memoryviews")
         if not all(piece.contiguous and piece.itemsize == 1 for piece in content):
             raise ArgumentError(f"content {position} must be contiguous bytes: memoryview(...).cast('B')")
@@ -151,3 +167,10 @@ def check_keys(keys: Sequence[bytes], contents: Sequence[Content] | None = None)
 def content_bytes(content: Content) -> int:
     """How long a content is."""
     return sum(piece.nbytes for piece in content)
+
+
+def size_limit(size_max: object) -> int:
+    """Checks a `size_max` of `trim`; ArgumentError if it is negative."""
+    if (size := int_from(size_max, "size_max")) < 0:
+        raise ArgumentError(f"size_max is {size}; it must not be negative", value=size)
+    return size

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 __all__ = ["Alarm", "ReadsFirst", "Workers"]
 
@@ -38,8 +38,8 @@ class Workers:
     """
 
     def __init__(self, name: str, threads: int, waiting_max: int) -> None:
+        self.threads_max: Final = threads
         self._name = name
-        self._threads_max = threads
         self._waiting_max = waiting_max
         self._jobs: deque[tuple[Call, Call, int]] = deque()
         self._waiting = 0
@@ -49,19 +49,32 @@ class Workers:
         self._changed = threading.Condition()
 
     def submit(self, run: Call, drop: Call, weight: int = 1) -> bool:
-        """Runs a job soon, or drops it when this is closed before; False if too much waits, or this is closed."""
+        """Runs a job soon, or drops it when this is closed before.
+
+        Returns:
+            False if too much waits, this is closed, or the process can have no thread for it: the job is refused.
+        """
         with self._changed:
             if self._closed or (self._jobs and self._waiting + weight > self._waiting_max):
                 return False
+            if self._idle <= len(self._jobs) and len(self._threads) < self.threads_max:
+                self._begin_one()
+            if not self._threads:
+                return False
             self._jobs.append((run, drop, weight))
             self._waiting += weight
-            if self._idle < len(self._jobs) and len(self._threads) < self._threads_max:
-                self._idle += 1
-                name = f"{self._name}-{len(self._threads)}"
-                self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
-                self._threads[-1].start()
             self._changed.notify_all()
         return True
+
+    def _begin_one(self) -> None:
+        thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # a limit of the process; those that are there do the work
+            _log.warning("%s: no thread can be started; %d are there", self._name, len(self._threads))
+            return
+        self._threads.append(thread)
+        self._idle += 1
 
     def wait_idle(self, until: float) -> bool:
         """Returns when no job waits or runs, or at this time (time.monotonic): False."""
@@ -111,15 +124,24 @@ class Alarm:
         self._thread: threading.Thread | None = None
 
     def at(self, when: float, call: Call) -> None:
-        """Calls this at that time, and at once when this is closed."""
+        """Calls this at that time; at once, in the caller's thread, if this is closed or can have no thread."""
         with self._changed:
-            if self._closed:
-                when = 0.0
-            heapq.heappush(self._due, (when, next(self._numbers), call))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
-            self._changed.notify()
+            waits = not self._closed and self._has_begun()
+            if waits:
+                heapq.heappush(self._due, (when, next(self._numbers), call))
+                self._changed.notify()
+        if not waits:
+            _guarded(call)
+
+    def _has_begun(self) -> bool:
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # a limit of the process
+                return False
+            self._thread = thread
+        return True
 
     def close(self) -> None:
         """Ends the thread, after all calls that wait."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
+import signal
 import stat
 import threading
 import time
@@ -16,7 +18,6 @@ from storage_kit import content, files_of, joined, key, leftovers_of, room
 import kvpool
 from kvpool.storage import DirectoryStore, folders
 from kvpool.storage import directory as directory_module
-from kvpool.storage.block_file import HEADER_BYTES
 
 
 @pytest.fixture
@@ -93,158 +94,6 @@ def test_two_stores_share_a_folder(tmp_path, store):
         assert read(other, 1) == joined(content(1))
         other.delete([key(1)])
     assert read(store, 1) is None
-
-
-# ---- what is torn, rotten or foreign
-
-
-def damaged(file: Path, how: str) -> None:
-    whole = bytearray(file.read_bytes())
-    if how == "shorter":
-        del whole[-1:]
-    elif how == "longer":
-        whole += b"x"
-    elif how == "empty":
-        whole.clear()
-    elif how == "half a header":
-        del whole[HEADER_BYTES // 2 :]
-    elif how == "only a header":
-        del whole[HEADER_BYTES:]
-    elif how == "zeros":
-        whole[:] = bytes(len(whole))
-    else:
-        at = {"content": HEADER_BYTES + 500, "last byte": len(whole) - 1}.get(how, int(how) if how.isdigit() else 0)
-        whole[at] ^= 1
-    file.write_bytes(whole)
-
-
-FAULTS = {
-    "shorter": "torn", "longer": "torn", "empty": "torn", "half a header": "torn", "only a header": "torn",
-    "zeros": "foreign", "content": "rotten", "last byte": "rotten", "0": "foreign", "8": "rotten", "16": "rotten",
-    "24": "rotten", "32": "rotten", "100": "rotten",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("how", FAULTS)
-def test_a_damaged_file_is_a_miss_and_removed(store, how, caplog):
-    file = stored(store)
-    damaged(file, how)
-    assert read(store, 1) is None
-    stats = store.stats()
-    assert (stats.hits, stats.misses) == (0, 1)
-    assert {name: getattr(stats, name) for name in ("torn", "rotten", "foreign")} == {
-        "torn": 0, "rotten": 0, "foreign": 0, FAULTS[how]: 1
-    }  # fmt: skip
-    assert not file.exists()
-    assert store.put([key(1)], [content(1)]) == 1  # and can be written anew
-    assert read(store, 1) == joined(content(1))
-
-
-def test_every_flipped_bit_of_a_header_is_found(store):
-    file = stored(store)
-    whole = file.read_bytes()
-    for at in range(HEADER_BYTES):
-        file.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << at % 8)]) + whole[at + 1 :])
-        assert read(store, 1) is None, at
-
-
-def test_the_file_of_another_key_is_a_miss(store):
-    one, other = stored(store, 1), stored(store, 2)
-    other.write_bytes(one.read_bytes())
-    assert read(store, 2) is None
-    assert store.stats().foreign == 1
-
-
-def test_content_of_another_size_is_a_miss(store):
-    stored(store)
-    assert read(store, 1, size=999) is None
-    assert store.stats().torn == 1
-
-
-def test_a_file_of_another_size_is_written_again(store):
-    file = stored(store)
-    damaged(file, "shorter")
-    assert store.put([key(1)], [content(1)]) == 1
-    assert read(store, 1) == joined(content(1))
-
-
-@pytest.mark.parametrize("what", ["link", "fifo", "folder"])
-def test_what_is_no_file_is_a_miss_and_stays(store, tmp_path, what):
-    file = stored(store)
-    outside = tmp_path / "outside"
-    outside.write_bytes(file.read_bytes())
-    file.unlink()
-    if what == "link":
-        file.symlink_to(outside)
-    elif what == "fifo":
-        os.mkfifo(file)
-    else:
-        file.mkdir()
-    assert read(store, 1) is None  # and the reader does not hang
-    assert store.exists([key(1)]) == [False]
-    assert store.stats().foreign == 1
-    assert os.path.lexists(file)
-    assert store.delete([key(1)]) == 0
-    assert store.trim(size_max=1).removed == 0
-    assert outside.exists()
-
-
-def test_a_link_in_place_of_a_folder_leads_nowhere(store, tmp_path):
-    file = stored(store)
-    outside = tmp_path / "outside"
-    file.parent.rename(outside)
-    file.parent.symlink_to(outside)
-    assert read(store, 1) is None
-    assert store.stats().foreign == 1
-    with pytest.raises(kvpool.StoreFailed):
-        store.put([key(1)], [content(1)])
-    assert store.trim(size_max=1).blocks == 0
-    assert len(list(outside.iterdir())) == 1
-
-
-def test_a_link_in_place_of_a_block_is_replaced_and_not_followed(store, tmp_path):
-    file = stored(store)
-    outside = tmp_path / "outside"
-    outside.write_text("precious")
-    file.unlink()
-    file.symlink_to(outside)
-    assert store.put([key(1)], [content(1)]) == 1
-    assert read(store, 1) == joined(content(1))
-    assert outside.read_text() == "precious"
-
-
-def test_the_files_of_another_owner_stay(store, monkeypatch):
-    file = stored(store)
-    damaged(file, "content")
-    monkeypatch.setattr(store._folders, "_owner", os.getuid() + 1)
-    assert read(store, 1) is None
-    assert file.exists()
-    assert store.trim(size_max=1).blocks == 0
-
-
-def test_a_file_that_cannot_be_read_is_a_miss(store, monkeypatch):
-    stored(store)
-
-    def broken(*_):
-        raise OSError(errno.EIO, "Input/output error")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "preadv", broken)
-        assert read(store, 1) is None
-    assert store.stats().rotten == 1
-
-
-def test_a_file_system_that_is_gone_is_an_error(store, monkeypatch):
-    stored(store)
-
-    def gone(*_, **__):
-        raise OSError(errno.ESTALE, "Stale file handle")
-
-    monkeypatch.setattr(os, "open", gone)
-    with pytest.raises(kvpool.StoreFailed, match="Stale") as caught:
-        read(store, 1)
-    assert caught.value.errno == errno.ESTALE
-    assert store.stats().failed_reads == 1
 
 
 # ---- writing
@@ -355,6 +204,81 @@ def test_a_folder_that_another_process_is_making_is_no_foreign_one(tmp_path):
     DirectoryStore(tmp_path).close()
 
 
+def test_a_mark_that_a_loss_of_power_has_emptied_is_written_again(tmp_path):
+    DirectoryStore(tmp_path).close()
+    (tmp_path / "00").mkdir(exist_ok=True)
+    (tmp_path / "kvpool-store").write_bytes(b"")
+    DirectoryStore(tmp_path).close()
+    assert (tmp_path / "kvpool-store").read_bytes() == b"kvpool store 1\n"
+
+
+def test_the_mark_is_flushed_before_blocks_rely_on_it(tmp_path, monkeypatch):
+    flushed, flush = [], os.fsync
+
+    def noted(descriptor):
+        flushed.append(os.fstat(descriptor).st_mode)
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    DirectoryStore(tmp_path / "s").close()
+    assert [stat.S_ISREG(flushed[0]), stat.S_ISDIR(flushed[1])] == [True, True]
+    DirectoryStore(tmp_path / "s").close()
+    assert len(flushed) == 2
+
+
+def test_the_root_of_a_new_file_system_can_be_a_store(tmp_path):
+    (tmp_path / "lost+found").mkdir()
+    with DirectoryStore(tmp_path) as store:
+        assert store.put([key(1)], [content(1)]) == 1
+
+
+def test_a_folder_that_was_removed_and_made_again_is_used_again(tmp_path):
+    with DirectoryStore(tmp_path / "s") as store:
+        stored(store)
+        shutil.rmtree(store.path)
+        assert store.exists([key(1)]) == [False]
+        with pytest.raises(kvpool.StoreFailed):
+            store.put([key(1)], [content(1)])
+        store._read_only_until = 0.0  # as after half a minute
+        with DirectoryStore(store.path) as other:
+            other.put([key(2)], [content(2)])
+        assert store.exists([key(1), key(2)]) == [False, True]
+        assert store.put([key(1)], [content(1)]) == 1
+        assert read(store, 2) == joined(content(2))
+
+
+def test_what_another_made_at_the_path_is_not_taken_for_the_store(tmp_path):
+    with DirectoryStore(tmp_path / "s") as store:
+        shutil.rmtree(store.path)
+        Path(store.path).mkdir()
+        with pytest.raises(kvpool.StoreFailed):
+            store.put([key(1)], [content(1)])
+        assert os.listdir(store.path) == []
+
+
+def test_a_forked_child_cannot_use_it(store):
+    """A thread of the parent may have had its lock."""
+    with store._lock:
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                store.close()
+                store.exists([key(1)])
+            except kvpool.ForkError:
+                code = 0
+            finally:
+                os._exit(code)
+    until = time.monotonic() + 60
+    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < until:
+        time.sleep(0.01)
+    if ended[0] == 0:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(ended[1]) == 0
+    assert ended[0] == child
+
+
 def test_a_path_that_is_no_folder_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(kvpool.StoreFailed):
@@ -395,13 +319,30 @@ def test_close_lets_a_call_end_that_is_under_way(tmp_path, monkeypatch):
 def test_each_call_has_a_deadline(store):
     stored(store)
     for call in (
-        lambda: store.exists([key(1)], timeout=0), lambda: store.get([key(1)], [room()], timeout=0),
+        lambda: store.exists([key(1)], timeout=0),
         lambda: store.put([key(2)], [content(2)], timeout=0), lambda: store.delete([key(1)], timeout=0),
         lambda: store.trim(timeout=0),
     ):  # fmt: skip
         with pytest.raises(kvpool.DeadlineExceeded):
             call()
     assert store.exists([key(1), key(2)], timeout=60) == [True, False]
+    assert store.get([key(1)], [room()], timeout=0) == [False]  # says what has come
+
+
+def test_a_get_returns_what_has_come_by_its_deadline(store, monkeypatch):
+    store.put([key(number) for number in range(4)], [content(number) for number in range(4)])
+    now = [100.0]
+    monkeypatch.setattr(directory_module.time, "monotonic", lambda: now[0])
+    get = store._get
+
+    def slow(*arguments):
+        now[0] += 1
+        return get(*arguments)
+
+    monkeypatch.setattr(store, "_get", slow)
+    into = [room() for _ in range(4)]
+    assert store.get([key(number) for number in range(4)], into, timeout=1.5) == [True, True, False, False]
+    assert [joined(one) for one in into[:2]] == [joined(content(number)) for number in range(2)]
 
 
 @pytest.mark.parametrize(
@@ -409,6 +350,14 @@ def test_each_call_has_a_deadline(store):
     [
         (lambda store: store.exists(["../../etc/passwd" * 2]), kvpool.ArgumentTypeError),
         (lambda store: store.exists([b"short"]), kvpool.ArgumentError),
+        (lambda store: store.exists(5), kvpool.ArgumentTypeError),
+        (lambda store: store.exists(b"x" * 32), kvpool.ArgumentTypeError),
+        (lambda store: store.put([key(1)], None), kvpool.ArgumentTypeError),
+        (lambda store: store.get([key(1)], None), kvpool.ArgumentTypeError),
+        (lambda store: store.put([key(1)], [None]), kvpool.ArgumentTypeError),
+        (lambda store: store.trim(size_max=-5), kvpool.ArgumentError),
+        (lambda store: DirectoryStore(5), kvpool.ArgumentTypeError),
+        (lambda store: DirectoryStore(store.path.encode()), kvpool.ArgumentTypeError),
         (lambda store: store.exists([b"x" * 65]), kvpool.ArgumentError),
         (lambda store: store.put([key(1)], []), kvpool.ArgumentError),
         (lambda store: store.put([key(1)], [memoryview(b"x")]), kvpool.ArgumentTypeError),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import stat
 import time
 from pathlib import Path
 
@@ -86,19 +88,71 @@ def test_a_store_drops_what_is_old_while_it_is_written_to(tmp_path):
 
 def test_what_a_dead_writer_left_is_removed_and_what_a_live_one_writes_is_not(store):
     folder = stored(store).parent
-    dead = folder / f".{'a' * 32}.new"
-    alive = folder / f".{'b' * 32}.new"
+    dead, alive, young = (folder / f".{letter * 32}.new" for letter in "abc")
     strange = folder / "notes.txt"
-    for file in (dead, alive, strange):
+    for file in (dead, alive, young, strange):
         file.write_bytes(b"x" * 500)
+    used_s_ago(dead, 700)
+    used_s_ago(alive, 1 << 20)  # of a host whose clock is far behind, or that writes very slowly
     with alive.open() as writer:
         fcntl.flock(writer, fcntl.LOCK_EX)
         done = store.trim(size_max=1 << 30)
         assert (done.leftovers, done.blocks) == (1, 1)
-        assert (dead.exists(), alive.exists(), strange.exists()) == (False, True, True)
-        used_s_ago(alive, 7200)  # nobody writes for hours: where there are no locks, all files look locked or unlocked
-        assert store.trim(size_max=1 << 30).leftovers == 1
-    assert strange.exists()
+        # Of a young one without a lock the writer may be on another host, which alone sees its lock.
+        assert [file.exists() for file in (dead, alive, young, strange)] == [False, True, True, True]
+    assert store.trim(size_max=1 << 30).leftovers == 1
+    assert [file.exists() for file in (alive, young, strange)] == [False, True, True]
+
+
+def test_without_locks_only_age_tells(store, monkeypatch):
+    folder = stored(store).parent
+    old, older = (folder / f".{letter * 32}.new" for letter in "ab")
+    for file, age in ((old, 1800), (older, 7200)):
+        file.write_bytes(b"x" * 500)
+        used_s_ago(file, age)
+
+    def unknown(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", unknown)
+    assert store.trim().leftovers == 1
+    assert (old.exists(), older.exists()) == (True, False)
+
+
+@pytest.mark.parametrize("days", [8, -8])
+def test_a_host_whose_clock_is_wrong_removes_nothing_that_was_used_just_now(tmp_path, monkeypatch, days):
+    """By the clock of the file system, which all hosts share."""
+    with DirectoryStore(tmp_path / "s", age_max_s=7 * 86400) as where:
+        old = stored(where, 1)
+        used_s_ago(old, 7.5 * 86400)
+        for number in range(2, 40):
+            stored(where, number)
+        right = time.time_ns
+        monkeypatch.setattr(time, "time_ns", lambda: right() + days * 86400 * 10**9)
+        with DirectoryStore(where.path, age_max_s=7 * 86400) as wrong:
+            for number in range(40, 140):  # by the sweep
+                wrong.put([key(number)], [content(number)])
+            assert wrong.trim().blocks == 138
+        assert not old.exists()
+
+
+def test_a_folder_that_belongs_to_another_user_is_swept_as_well(tmp_path, monkeypatch):
+    """Of root, say, with write access for a group."""
+    status = os.fstat
+
+    def of_another(descriptor):
+        found = status(descriptor)
+        if stat.S_ISDIR(found.st_mode):
+            return os.stat_result((*found[:4], found.st_uid + 1, *found[5:]))
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", of_another)
+        store = DirectoryStore(tmp_path / "s")
+    with store:
+        file = stored(store)
+        assert store.delete([key(1)]) == 1
+        assert not file.exists()
 
 
 def test_a_writer_whose_file_was_taken_for_a_leftover_writes_again(store, monkeypatch):

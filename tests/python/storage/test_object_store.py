@@ -167,8 +167,7 @@ def test_a_server_that_does_not_answer_is_given_up_at_the_deadline():
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         with opened(f"http://127.0.0.1:{silent.getsockname()[1]}", "b", request_timeout_s=LONG_S) as store:
-            with pytest.raises(kvpool.DeadlineExceeded):
-                store.get([key(1)], [room()], timeout=0.2)
+            assert store.get([key(1)], [room()], timeout=0.2) == [False]
             with small_pool(0, 4, device="cpu") as pool, Storage(pool, store, model="m") as storage:
                 assert storage.load(prompt(2), budget_s=0.2).wait(LONG_S).late
 

@@ -11,6 +11,7 @@ from storage_kit import LONG_S, MemoryStore, joined_to, saved_by, stamped, stamp
 
 import kvpool
 from kvpool.storage import Loaded
+from kvpool.storage import saving as saving_module
 
 
 @pytest.fixture
@@ -120,7 +121,8 @@ def test_reading_goes_on_while_writing_is_switched_off(memory):
         assert not storage.stats().writing_off
 
 
-def test_writers_wait_while_a_load_reads(memory):
+def test_writers_wait_while_a_load_reads(memory, monkeypatch):
+    monkeypatch.setattr(saving_module, "_STEP_S", LONG_S)
     tokens, other = prompt(2), prompt(2, name=1)
     saved_by(memory, tokens, [1, 2])
     with small_pool(0, 8, device="cpu") as pool, joined_to(pool, memory) as storage:

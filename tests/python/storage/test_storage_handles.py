@@ -250,6 +250,8 @@ def test_pools_without_memory_here_are_refused(memory):
         joined_to(pool, memory)
     with pytest.raises(kvpool.ArgumentTypeError):
         joined_to(None, memory)
+    with small_pool(0, 4, device="cpu") as pool, pytest.raises(kvpool.ArgumentTypeError):
+        joined_to(pool, None)
 
 
 def test_a_storage_leaves_no_thread_and_no_descriptor(memory):

@@ -6,8 +6,11 @@ import logging
 import threading
 import time
 
-from storage_kit import content, files_of, key, room
+import kit
+import pytest
+from storage_kit import MemoryStore, content, files_of, joined_to, key, room
 
+import kvpool
 from kvpool.storage import DirectoryStore
 from kvpool.storage import counting as counting_module
 from kvpool.storage.counting import Seldom
@@ -93,6 +96,58 @@ def test_an_alarm_calls_in_order_and_at_once_when_it_is_closed():
     assert heard == ["first", "second"]
     alarm.close()
     assert heard == ["first", "second", "late"]
+
+
+def test_an_alarm_that_is_closed_calls_at_once_in_the_callers_thread():
+    alarm, heard = Alarm("test"), []
+    alarm.at(time.monotonic(), lambda: None)
+    alarm.close()
+    alarm.at(time.monotonic() + 1000, lambda: heard.append(threading.get_ident()))
+    assert heard == [threading.get_ident()]
+
+
+def no_threads(monkeypatch, name):
+    """As at a limit of the process."""
+    start = threading.Thread.start
+
+    def fails(thread):
+        if thread.name.startswith(name):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", fails)
+
+
+def test_a_job_for_which_there_can_be_no_thread_is_refused(monkeypatch):
+    workers, ran = Workers("test", 2, 10), threading.Event()
+    with monkeypatch.context() as patch:
+        no_threads(patch, "test")
+        assert not workers.submit(never, never)
+        assert workers.wait_idle(soon())
+    assert workers.submit(ran.set, never)
+    assert ran.wait(LONG_S)
+    assert workers.close(soon())
+
+
+def test_an_alarm_that_can_have_no_thread_calls_at_once(monkeypatch):
+    alarm, heard = Alarm("test"), []
+    with monkeypatch.context() as patch:
+        no_threads(patch, "test")
+        alarm.at(time.monotonic() + 1000, lambda: heard.append(1))
+    assert heard == [1]
+    alarm.close()
+
+
+def test_a_load_and_a_save_without_threads_end(monkeypatch):
+    with kit.small_pool(0, 4, device="cpu") as pool, joined_to(pool, MemoryStore()) as storage:
+        kit.store(pool, kit.prompt(1), medium=kvpool.DRAM)
+        with monkeypatch.context() as patch:
+            no_threads(patch, "kvpool-storage")
+            assert storage.load(kit.prompt(2)).wait(LONG_S).late
+            with pytest.raises(kvpool.StoreFailed):
+                storage.save(kit.prompt(1)).wait(LONG_S)
+        assert pool.stats().dram.pinned == 0
+        assert storage.save(kit.prompt(1)).wait(LONG_S).saved == 1
 
 
 def test_writers_wait_until_the_last_read_has_ended():

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 
 import kit
+import numpy as np
 import pytest
 from kit import prompt, small_layout, small_pool, store
-from storage_kit import MemoryStore
+from storage_kit import MemoryStore, files_of
 
 import kvpool
-from kvpool.storage import ContentKeys, DirectoryStore, Storage
+from kvpool.storage import Always, ContentKeys, DirectoryStore, Storage
 from kvpool.storage import saving as saving_module
+from kvpool.storage import storage as storage_module
+from kvpool.storage import write_behind as write_behind_module
 
 LONG_S = 60.0
 
@@ -129,23 +134,26 @@ def test_writing_behind_pins_nothing_and_what_was_evicted_is_left_out(memory):
         pool.free(kept)
 
 
-def test_a_block_whose_place_was_given_to_others_is_not_saved_under_its_key(memory, monkeypatch):
+@pytest.mark.parametrize("layout", [small_layout(), kvpool.RawLayout(block_bytes=64, block_tokens=kit.BLOCK)], ids=str)
+def test_a_block_whose_place_was_given_to_others_is_not_saved_under_its_key(memory, monkeypatch, layout):
     """Between the look at the index and the copy it is evicted, and its memory is written anew."""
-    with small_pool(0, 2, device="cpu") as pool, joined_to(pool, memory, "never") as storage:
+    with small_pool(0, 2, layout, device="cpu") as pool, joined_to(pool, memory, "never") as storage:
         addrs = store(pool, prompt(2), medium=kvpool.DRAM)
         kit.Stamps(pool).write(addrs, [1, 2])
         blocks = storage._shared.memory
-        copies = blocks._copies
+        is_unfilled, others = blocks._is_unfilled, []
 
-        def late(where, positions):
-            pool.delete(prompt(2))
-            kit.Stamps(pool).write(pool.alloc(2, medium=kvpool.DRAM), [8, 9])
-            return copies(where, positions)
+        def late(address):
+            unfilled = is_unfilled(address)
+            if not others:
+                pool.delete(prompt(2))
+                others.extend(pool.alloc(2, medium=kvpool.DRAM))
+                kit.Stamps(pool).write(others, [8, 9])
+            return unfilled
 
-        monkeypatch.setattr(blocks, "_copies", late)
-        monkeypatch.setattr(blocks, "_hold", lambda addrs, positions, held: list(positions))  # as with raw blocks
-        with blocks.copied(prompt(2).astype("int64"), "", [0, 1]) as contents:
-            assert contents == {}
+        monkeypatch.setattr(blocks, "_is_unfilled", late)
+        assert blocks.copies(prompt(2).astype("int64"), "", [0, 1]).found == {}
+        pool.free(others)
 
 
 def test_all_writers_count_in_the_budget(memory, monkeypatch):
@@ -201,6 +209,155 @@ def test_what_was_not_saved_is_saved_at_its_next_use(memory):
         storage.load(prompt(2)).wait()
         assert storage.flush(LONG_S)
         assert len(memory.blocks) == 2
+
+
+def until(true) -> bool:
+    end = time.monotonic() + LONG_S
+    while not true() and time.monotonic() < end:
+        time.sleep(0.001)
+    return true()
+
+
+def test_what_was_evicted_before_its_turn_is_saved_at_its_next_use(memory):
+    with small_pool(0, 8, device="cpu") as pool, joined_to(pool, memory) as storage:
+        store(pool, prompt(2), medium=kvpool.DRAM)
+        assert storage.flush(LONG_S)
+        exists, gate = memory.exists, threading.Event()
+        memory.exists = lambda keys, *, timeout=None: gate.wait(60) and exists(keys)
+        storage._behind.used(np.asarray(prompt(2), np.int64), "", 2)
+        assert storage._behind.flush(time.monotonic() + LONG_S)
+        pool.delete(prompt(2))
+        gate.set()
+        assert storage.flush(LONG_S)
+        assert storage.stats().gone_blocks == 2
+        store(pool, prompt(2), medium=kvpool.DRAM)
+        assert storage.flush(LONG_S)
+        assert set(memory.blocks) == set(keys_of(prompt(2)))
+
+
+def test_what_the_store_has_lost_is_saved_when_it_comes_again(memory):
+    with small_pool(0, 8, device="cpu") as pool, joined_to(pool, memory) as storage:
+        store(pool, prompt(3), medium=kvpool.DRAM)
+        storage.load(prompt(3)).wait()
+        assert storage.flush(LONG_S)
+        assert len(memory.blocks) == 3
+        del memory.blocks[keys_of(prompt(3))[1]]
+        pool.delete(prompt(3))
+        assert storage.load(prompt(3), budget_s=LONG_S).wait().tokens == 4
+        pool.delete(prompt(3))
+        assert storage.flush(LONG_S)
+        store(pool, prompt(3), medium=kvpool.DRAM)
+        assert storage.flush(LONG_S)
+        assert set(memory.blocks) == set(keys_of(prompt(3)))
+
+
+def test_what_a_read_finds_damaged_is_saved_when_it_comes_again(tmp_path):
+    with DirectoryStore(tmp_path / "s") as where, small_pool(0, 8, device="cpu") as pool:
+        with joined_to(pool, where) as storage:
+            store(pool, prompt(2), medium=kvpool.DRAM)
+            storage.load(prompt(2)).wait()
+            assert storage.flush(LONG_S)
+            for file in files_of(where):
+                file.write_bytes(file.read_bytes()[:-1] + b"x")
+            pool.delete(prompt(2))
+            assert storage.load(prompt(2), budget_s=LONG_S).wait().tokens == 0
+            assert files_of(where) == []
+            assert storage.flush(LONG_S)
+            store(pool, prompt(2), medium=kvpool.DRAM)
+            assert storage.flush(LONG_S)
+            assert where.exists(keys_of(prompt(2))) == [True, True]
+
+
+def test_what_found_no_room_to_wait_is_saved_at_its_next_use(memory, monkeypatch):
+    with small_pool(0, 8, device="cpu") as pool, joined_to(pool, memory) as storage:
+        monkeypatch.setattr(storage._shared.writers, "_waiting_max", kit.BLOCK)
+        memory.writes.clear()
+        for number in range(4):
+            store(pool, prompt(1, name=number), medium=kvpool.DRAM)
+            storage.load(prompt(1, name=number)).wait()
+        assert storage._behind.flush(time.monotonic() + LONG_S)
+        assert storage.stats().dropped_blocks >= 2
+        memory.writes.set()
+        assert storage.flush(LONG_S)
+        for number in range(4):
+            storage.load(prompt(1, name=number)).wait()
+            assert storage.flush(LONG_S)
+        assert len(memory.blocks) == 4
+
+
+@pytest.mark.parametrize("layout", [small_layout(), kvpool.RawLayout(block_bytes=64, block_tokens=kit.BLOCK)], ids=str)
+@pytest.mark.parametrize("write", ["always", "on_second_use"])
+def test_what_is_filled_later_is_saved_then(memory, write, layout):
+    """Its event comes before its content."""
+    with small_pool(0, 8, layout, device="cpu") as pool, joined_to(pool, memory, write) as storage:
+        addrs = pool.alloc(2, medium=kvpool.DRAM)
+        held = pool.insert(prompt(2), addrs, filled=False)
+        storage.load(prompt(2)).wait()
+        assert until(lambda: len(storage._behind._put_off) > 0)
+        assert storage.flush(LONG_S)
+        assert memory.blocks == {}
+        kit.Stamps(pool).write(addrs, [5, 6])
+        pool.filled(held.addrs)
+        held.close()
+        assert until(lambda: len(memory.blocks) == 2)
+        assert storage.stats().gone_blocks == 0
+        assert storage.flush(LONG_S)
+    with small_pool(0, 8, layout, device="cpu") as pool, joined_to(pool, memory) as storage:
+        assert storage.load(prompt(2), budget_s=LONG_S).wait().tokens == 8
+        with pool.match(prompt(2)) as hit:
+            assert kit.Stamps(pool).read(hit.addrs) == [5, 6]
+
+
+def test_what_is_never_filled_is_left_in_the_end(memory, monkeypatch):
+    monkeypatch.setattr(write_behind_module, "SAVED_WITHIN_S", 0.3)
+    with small_pool(0, 8, device="cpu") as pool, joined_to(pool, memory, "always") as storage:
+        pool.insert(prompt(2), pool.alloc(2, medium=kvpool.DRAM), filled=False).close()
+        assert until(lambda: storage.stats().gone_blocks == 2)
+        assert not storage._behind._put_off
+
+
+def test_a_policy_that_fails_is_counted_and_asked_again(memory, caplog):
+    """Also by an answer that names blocks that there are not."""
+
+    class Fails(Always):
+        def stored(self, keys, first):
+            answers.append(len(keys))
+            if len(answers) == 1:
+                raise ValueError("a bug in a policy")
+            return [7] if len(answers) == 2 else super().stored(keys, first)
+
+    answers = []
+    with small_pool(0, 8, device="cpu") as pool, joined_to(pool, memory, Fails()) as storage:
+        with caplog.at_level(logging.WARNING, "kvpool.storage"):
+            for number in range(3):
+                store(pool, prompt(2, name=number), medium=kvpool.DRAM)
+                assert storage.flush(LONG_S)
+        assert answers == [2, 2, 2]
+        assert set(memory.blocks) == set(keys_of(prompt(2, name=2)))
+        assert storage.stats().policy_errors == 2
+        assert [record.getMessage().count("a bug in a policy") for record in caplog.records] == [1]
+
+
+def test_a_policy_that_hangs_holds_close_up_for_a_moment_only(memory, monkeypatch):
+    monkeypatch.setattr(storage_module, "_JOIN_S", 0.1)
+    gate, asked = threading.Event(), threading.Event()
+
+    class Hangs(Always):
+        def stored(self, keys, first):
+            asked.set()
+            gate.wait(60)
+            return []
+
+    with small_pool(0, 8, device="cpu") as pool:
+        storage = joined_to(pool, memory, Hangs())
+        store(pool, prompt(2), medium=kvpool.DRAM)
+        assert asked.wait(60)
+        closing = threading.Thread(target=storage.close)
+        closing.start()
+        closing.join(30)
+        assert not closing.is_alive()
+        gate.set()
+        storage._behind._thread.join()
 
 
 def test_a_pool_that_is_closed_ends_the_writing_behind(memory):
