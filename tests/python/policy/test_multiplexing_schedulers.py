@@ -114,6 +114,25 @@ def test_prompts_leave_room_for_the_next_block_of_each_request_that_decodes():
     assert names(PLAIN.step(State([replace(limited[0], used=79), models[1]], 99)))[0] == ("a", "decode")
 
 
+def test_growth_of_neighbours_takes_nothing_from_a_reserve():
+    """a wants 100 units, and nothing is available; b has its reserve, which a can never have."""
+    a = model("a", [], [0] * 50, block=2)
+    b = model("b", [20], reserved=50)
+    for scheduler in (PLAIN, mux.RoundRobin()):
+        assert ("b", "prefill") in names(scheduler.step(State([a, b], 0)))
+    grows = replace(b, decode=queue(*[0] * 15, name="bd"), block=2)
+    assert names(PLAIN.step(State([a, grows], 0)))[0] == ("b", "prefill")  # 20, and 30 to grow
+    assert ("b", "prefill") not in names(PLAIN.step(State([a, replace(grows, reserved=49)], 0)))
+    assert ("b", "prefill") not in names(PLAIN.step(State([a, replace(grows, reserved=49)], 100)))
+    assert names(PLAIN.step(State([a, replace(grows, reserved=49)], 101)))[0] == ("b", "prefill")
+
+
+def test_a_neighbour_grows_no_further_than_its_limit():
+    a = model("a", [], [0] * 50, block=2, limit=100, used=98)  # room for one block, whatever its requests want
+    assert names(PLAIN.step(State([a, model("b", [20])], 22)))[0] == ("b", "prefill")
+    assert names(PLAIN.step(State([a, model("b", [20])], 21))) == [("a", "decode")]
+
+
 def test_decode_begins_with_half_of_its_share_rather_than_wait():
     half = State([model("a", [1]), model("b", [], [0], decode_share=0.8)], 100)
     assert PLAIN.step(half) == [Job("a", "prefill", ("ap0",), 0.6), Job("b", "decode", ("bd0",), 0.4)]
