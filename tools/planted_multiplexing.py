@@ -263,6 +263,18 @@ MULTIPLEXING_BUGS: Final = (
         build="python",
     ),
     Bug(
+        "memory-kept-for-what-a-limit-forbids",
+        "policy",
+        "a prompt that waits only for room below its own limit keeps memory from the prompts of all neighbours",
+        in_python(
+            "policy/multiplexing/resources.py",
+            "            units += self._growth[model.name]  # as `room` asks for it\n",
+            "            pass\n",
+        ),
+        _SCHEDULERS,
+        build="python",
+    ),
+    Bug(
         "growth-beyond-the-limit",
         "policy",
         "room is left for blocks that a limit forbids, and prompts of neighbours wait beside free memory",

@@ -179,6 +179,16 @@ def test_a_model_at_its_limit_keeps_nothing_from_others():
     assert PLAIN.step(State(prompts, 50))[0].requests == ("ap0", "ap1")
 
 
+def test_a_prompt_that_lacks_room_to_grow_below_its_limit_keeps_nothing_from_others():
+    """a's requests will want the 20 units that its limit leaves: no neighbour could help its prompt."""
+    a = model("a", [10], [0] * 10, limit=100, used=80, block=5)
+    state = State([a, model("b", [4]), model("c", [4])], 1000, turns=waited("a", "prefill"))
+    assert names(PLAIN.step(state)) == [("b", "prefill"), ("a", "decode")]
+    assert names(PLAIN.step(replace(state, turns=replace(state.turns, prefill="b"))))[0] == ("c", "prefill")
+    below = replace(state, models=[replace(a, limit=140), *state.models[1:]], available=59)
+    assert ("b", "prefill") not in names(PLAIN.step(below))  # 10 units, and 50 to grow: memory is what it lacks
+
+
 def test_a_prompt_that_waits_for_memory_leaves_others_their_reserves():
     models = [model("a", [90]), model("b", [10, 5], [0], reserved=12, used=3)]
     state = State(models, 50, turns=waited("a", "prefill"))

@@ -51,11 +51,13 @@ class Resources:
     def keep(self, model: ModelQueues, phase: Phase) -> None:
         """Keeps the memory that all can have for a queue that lacks it; others go on within their reserves.
 
-        A prefill keeps it from prefills, a decode from all. What a model lacks only because of its limit is kept from
-        its own prompts alone: neighbours could not help it. Of several queues the first counts, a decode before a
-        prefill.
+        A prefill keeps it from prefills, a decode from all. What a model lacks only because of its limit, room for
+        growth included, is kept from its own prompts alone: neighbours could not help it. Of several queues the first
+        counts, a decode before a prefill.
         """
         units = next((each.units for each in model.queue(phase) if not model.misfit(each)), 0)
+        if phase == "prefill":
+            units += self._growth[model.name]  # as `room` asks for it
         if phase == "decode":
             self._held.add(model.name)
         first = self._kept_for is None or (self._kept_for[1] == "prefill" and phase == "decode")
