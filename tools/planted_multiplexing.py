@@ -331,6 +331,18 @@ MULTIPLEXING_BUGS: Final = (
         build="python",
     ),
     Bug(
+        "full-partition-waits-for-its-neighbours",
+        "policy",
+        "a model that has all that its limit allows stands still as long as its neighbours have work",
+        in_python(
+            "policy/multiplexing/adbs.py",
+            "    model = _stands_at_limit(state)\n    if model is None:\n",
+            "    model = None if state.running else _stands_at_limit(state)\n    if model is None:\n",
+        ),
+        (*_SCHEDULERS, *_MESH),
+        build="python",
+    ),
+    Bug(
         "simulated-request-keeps-its-blocks",
         "sim",
         "a stopped request keeps its memory, so that stopping it helps nobody",

@@ -2,7 +2,7 @@
 
 The scheduler is an object of `kvpool.policy.multiplexing`, the same that an engine would ask; so are the quotas
 (`MeshMemory`). The mesh does what they say: it starts jobs, lets them run beside each other (`multiplexing_times`),
-gives requests their blocks, and stops a request when nothing else can go on.
+gives requests their blocks, and stops a request when a model cannot go on without that.
 
 A prefill makes the first token of an answer, each decode step one more. A stopped request loses its blocks and waits
 at the front of its model's queue; its prompt is then everything that it has so far, which is computed again.
@@ -11,7 +11,7 @@ at the front of its model's queue; its prompt is then everything that it has so 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
 
@@ -283,35 +283,36 @@ class Mesh:
     # ---- decisions
 
     def _start(self) -> None:
-        """Starts what the scheduler says; if nothing can go on, stops a request and asks again."""
+        """Starts what the scheduler says; if a model or all cannot go on, stops a request and asks again."""
         self._adapt()
-        jobs = self._decide(self._state())
-        prompts = True
-        while not jobs and not self._running:
-            advice = mux.preemption(self._state(prompts))
-            if advice is None:
-                break
+        hidden: set[str] = set()  # models whose prompts wait: decode has what became free
+        while (advice := mux.preemption(self._decide(self._state(hidden)))) is not None:
             self._stop(advice)
-            prompts = not any(model.ready for model in self._models.values())  # decode has what became free
-            jobs = self._decide(self._state(prompts))
+            helped = {advice.model} if self._running else set(self._models)
+            decodes = any(self._models[name].ready for name in helped)
+            hidden = hidden | helped if decodes else hidden - helped
         if self._waits() and not self._running:
             raise StateError(f"nothing runs, and {self._waits()} requests wait: the scheduler stands still")
         self._pace()
         if self._checked:
             self.check()
 
-    def _decide(self, state: mux.State) -> list[mux.Job]:
+    def _decide(self, state: mux.State) -> mux.State:
+        """Asks the scheduler, and starts its jobs; the state after that."""
         jobs = self._scheduler.step(state)
-        if jobs:
-            self._turns = mux.started(state, jobs).turns
-            for job in jobs:
-                self._begin(job)
-        return jobs
+        if not jobs:
+            return state
+        after = mux.started(state, jobs)
+        self._turns = after.turns
+        for job in jobs:
+            self._begin(job)
+        return after
 
-    def _state(self, prompts: bool = True) -> mux.State:
+    def _state(self, hidden: Container[str] = ()) -> mux.State:
+        """What a scheduler sees, without the prompts of some models."""
         running = [each.job for each in self._running]
         return mux.State(
-            [self._queues(name, model, prompts) for name, model in self._models.items()],
+            [self._queues(name, model, name not in hidden) for name, model in self._models.items()],
             self.memory.available,
             running,
             self._turns,

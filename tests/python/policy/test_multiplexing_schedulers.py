@@ -236,6 +236,18 @@ def test_advice_to_preempt_only_when_nothing_can_go_on():
     assert mux.preemption(State([model("a")], 0)) is None
 
 
+def test_advice_to_preempt_where_only_the_own_limit_holds_decode_back():
+    """No neighbour can give a's requests a block: they would stand still as long as neighbours have work."""
+    at_limit = model("a", [], [1, 1], limit=30, used=30)
+    state = State([at_limit, model("b", [4], [0])], 100, (Job("b", "prefill", (), 0.6),))
+    assert mux.preemption(state) == Job("a", "decode", ("ad1",), 0.2)
+    assert mux.preemption(replace(state, running=())).model == "a"  # although b could start
+    for goes_on in ({"limit": 31}, {"limit": None}, {"decode": queue(1, 0, name="ad")}, {"decode": ()}):
+        assert mux.preemption(replace(state, models=[replace(at_limit, **goes_on), state.models[1]])) is None
+    for phase in ("prefill", "decode"):  # what runs may end and free some
+        assert mux.preemption(replace(state, running=(Job("a", phase, (), 0.1),))) is None
+
+
 def test_fcfs_runs_one_job_at_a_time_in_order_of_arrival():
     first = ModelQueues("a", (Waiting(1, 5, 2.0),), (Waiting(2, 0, 9.0),))
     second = ModelQueues("b", (), (Waiting(3, 0, 3.0), Waiting(4, 0, 1.0)))
