@@ -42,7 +42,7 @@ class Resident(NamedTuple):
         served: The model and its workload.
         times: Of its jobs.
         decode_share: Of the mesh's compute, from the placement.
-        prefill_share: Likewise.
+        prefill_share: Likewise, of a prefill job.
     """
 
     served: mux.ServedModel
@@ -124,9 +124,7 @@ class Counts:
         jobs: Started.
         stopped: How often a request lost its blocks.
         used: Units times seconds, by model; while measured.
-        waited_s: Seconds for which the model's prompts waited, by model; while measured.
         read_s: Seconds of reading with all of the bandwidth.
-        computed_s: Seconds of arithmetic with all of the units.
     """
 
     arrived: int = 0
@@ -137,9 +135,7 @@ class Counts:
     jobs: int = 0
     stopped: int = 0
     used: dict[str, float] = field(default_factory=dict)
-    waited_s: dict[str, float] = field(default_factory=dict)
     read_s: float = 0.0
-    computed_s: float = 0.0
 
 
 class Mesh:
@@ -262,11 +258,9 @@ class Mesh:
         elapsed = min(now, self._measured[1]) - max(before, self._measured[0])
         if elapsed <= 0:
             return
-        counts = self.counts
-        for name, model in self._models.items():
-            counts.used[name] = counts.used.get(name, 0.0) + elapsed * self.memory.used(name)
-            if model.prompts:
-                counts.waited_s[name] = counts.waited_s.get(name, 0.0) + elapsed
+        used = self.counts.used
+        for name in self._models:
+            used[name] = used.get(name, 0.0) + elapsed * self.memory.used(name)
 
     def _pace(self) -> None:
         """Sets the rates of the jobs that run now, and plans the next end."""
@@ -364,7 +358,6 @@ class Mesh:
         self.memory.take(job.model, needs)
         self.counts.jobs += 1
         self.counts.read_s += parts.memory_s
-        self.counts.computed_s += parts.compute_s
         self._running.append(_Running(job, requests, parts))
 
     def _stop(self, advice: mux.Job) -> None:
