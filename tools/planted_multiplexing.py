@@ -246,7 +246,43 @@ MULTIPLEXING_BUGS: Final = (
         "prompts-leave-no-room-for-growth",
         "policy",
         "prompts fill the memory, and a hundred requests go on three at a time, those that need no block just then",
-        in_python("policy/multiplexing/resources.py", "            room -= growth + max(0, others)\n", ""),
+        in_python("policy/multiplexing/resources.py", "model.block * requests[model.name]", "0 * requests[model.name]"),
+        _SCHEDULERS,
+        build="python",
+    ),
+    Bug(
+        "growth-of-neighbours-taken-off-a-reserve",
+        "policy",
+        "a model with an untouched reserve cannot start a prompt, because its neighbours' requests will want blocks",
+        in_python(
+            "policy/multiplexing/resources.py",
+            "            room += max(0, self._available - others)\n",
+            "            room += self._available - others\n",
+        ),
+        _SCHEDULERS,
+        build="python",
+    ),
+    Bug(
+        "memory-kept-for-what-a-limit-forbids",
+        "policy",
+        "a prompt that waits only for room below its own limit keeps memory from the prompts of all neighbours",
+        in_python(
+            "policy/multiplexing/resources.py",
+            "            units += self._growth[model.name]  # as `room` asks for it\n",
+            "            pass\n",
+        ),
+        _SCHEDULERS,
+        build="python",
+    ),
+    Bug(
+        "growth-beyond-the-limit",
+        "policy",
+        "room is left for blocks that a limit forbids, and prompts of neighbours wait beside free memory",
+        in_python(
+            "policy/multiplexing/resources.py",
+            "min(blocks[model.name], max(0, model.limit - model.used))",
+            "blocks[model.name]",
+        ),
         _SCHEDULERS,
         build="python",
     ),
@@ -292,6 +328,18 @@ MULTIPLEXING_BUGS: Final = (
             "sim/multiplexing_times.py", "    if len(jobs) < 2 or used(1.0) <= 1:\n", "    if used(1.0) <= len(jobs):\n"
         ),
         _TIMES,
+        build="python",
+    ),
+    Bug(
+        "full-partition-waits-for-its-neighbours",
+        "policy",
+        "a model that has all that its limit allows stands still as long as its neighbours have work",
+        in_python(
+            "policy/multiplexing/adbs.py",
+            "    model = _stands_at_limit(state)\n    if model is None:\n",
+            "    model = None if state.running else _stands_at_limit(state)\n    if model is None:\n",
+        ),
+        (*_SCHEDULERS, *_MESH),
         build="python",
     ),
     Bug(

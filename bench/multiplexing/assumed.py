@@ -14,6 +14,7 @@ NOTE = (
     "kvpool.sim.hardware and launches as in the profile that MuxServe's authors publish. The schedulers, quotas and "
     "placement are those of kvpool.policy.multiplexing. Other assumptions stand in kvpool.sim.multiplexing_study."
 )
+_ALL = 0.99
 SCALES = (1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 
 
@@ -28,6 +29,20 @@ def figures(outcome: Outcome) -> dict[str, Any]:
         "arrived": outcome.total("arrived"),
         "meshes": [[unit.gpus, [placed.model for placed in unit.models]] for unit in outcome.placement.units],
     }
+
+
+def all_served(designs: Mapping[str, Mapping[str, Any]], scale: float) -> bool:
+    """Whether MuxServe and the better baseline both end 99 % of the requests in time.
+
+    Then both serve all that comes, and a ratio of what ended in a short window says who was quicker, and not who could
+    serve more.
+
+    Args:
+        designs: By name, `figures` of each.
+        scale: Of the SLO.
+    """
+    better = max(("spatial", "temporal"), key=lambda name: float(designs[name]["weighted"]))
+    return all(designs[name]["attainment"][f"{scale:g}"] >= _ALL for name in ("muxserve", better))
 
 
 def lines(axes: Any, points: Mapping[str, Sequence[tuple[float, float]]], x: str, y: str) -> None:

@@ -2,7 +2,7 @@
 
 The scheduler is an object of `kvpool.policy.multiplexing`, the same that an engine would ask; so are the quotas
 (`MeshMemory`). The mesh does what they say: it starts jobs, lets them run beside each other (`multiplexing_times`),
-gives requests their blocks, and stops a request when nothing else can go on.
+gives requests their blocks, and stops a request when a model cannot go on without that.
 
 A prefill makes the first token of an answer, each decode step one more. A stopped request loses its blocks and waits
 at the front of its model's queue; its prompt is then everything that it has so far, which is computed again.
@@ -11,7 +11,7 @@ at the front of its model's queue; its prompt is then everything that it has so 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
 
@@ -42,7 +42,7 @@ class Resident(NamedTuple):
         served: The model and its workload.
         times: Of its jobs.
         decode_share: Of the mesh's compute, from the placement.
-        prefill_share: Likewise.
+        prefill_share: Likewise, of a prefill job.
     """
 
     served: mux.ServedModel
@@ -124,9 +124,7 @@ class Counts:
         jobs: Started.
         stopped: How often a request lost its blocks.
         used: Units times seconds, by model; while measured.
-        waited_s: Seconds for which the model's prompts waited, by model; while measured.
         read_s: Seconds of reading with all of the bandwidth.
-        computed_s: Seconds of arithmetic with all of the units.
     """
 
     arrived: int = 0
@@ -137,9 +135,7 @@ class Counts:
     jobs: int = 0
     stopped: int = 0
     used: dict[str, float] = field(default_factory=dict)
-    waited_s: dict[str, float] = field(default_factory=dict)
     read_s: float = 0.0
-    computed_s: float = 0.0
 
 
 class Mesh:
@@ -262,11 +258,9 @@ class Mesh:
         elapsed = min(now, self._measured[1]) - max(before, self._measured[0])
         if elapsed <= 0:
             return
-        counts = self.counts
-        for name, model in self._models.items():
-            counts.used[name] = counts.used.get(name, 0.0) + elapsed * self.memory.used(name)
-            if model.prompts:
-                counts.waited_s[name] = counts.waited_s.get(name, 0.0) + elapsed
+        used = self.counts.used
+        for name in self._models:
+            used[name] = used.get(name, 0.0) + elapsed * self.memory.used(name)
 
     def _pace(self) -> None:
         """Sets the rates of the jobs that run now, and plans the next end."""
@@ -283,35 +277,36 @@ class Mesh:
     # ---- decisions
 
     def _start(self) -> None:
-        """Starts what the scheduler says; if nothing can go on, stops a request and asks again."""
+        """Starts what the scheduler says; if a model or all cannot go on, stops a request and asks again."""
         self._adapt()
-        jobs = self._decide(self._state())
-        prompts = True
-        while not jobs and not self._running:
-            advice = mux.preemption(self._state(prompts))
-            if advice is None:
-                break
+        hidden: set[str] = set()  # models whose prompts wait: decode has what became free
+        while (advice := mux.preemption(self._decide(self._state(hidden)))) is not None:
             self._stop(advice)
-            prompts = not any(model.ready for model in self._models.values())  # decode has what became free
-            jobs = self._decide(self._state(prompts))
+            helped = {advice.model} if self._running else set(self._models)
+            decodes = any(self._models[name].ready for name in helped)
+            hidden = hidden | helped if decodes else hidden - helped
         if self._waits() and not self._running:
             raise StateError(f"nothing runs, and {self._waits()} requests wait: the scheduler stands still")
         self._pace()
         if self._checked:
             self.check()
 
-    def _decide(self, state: mux.State) -> list[mux.Job]:
+    def _decide(self, state: mux.State) -> mux.State:
+        """Asks the scheduler, and starts its jobs; the state after that."""
         jobs = self._scheduler.step(state)
-        if jobs:
-            self._turns = mux.started(state, jobs).turns
-            for job in jobs:
-                self._begin(job)
-        return jobs
+        if not jobs:
+            return state
+        after = mux.started(state, jobs)
+        self._turns = after.turns
+        for job in jobs:
+            self._begin(job)
+        return after
 
-    def _state(self, prompts: bool = True) -> mux.State:
+    def _state(self, hidden: Container[str] = ()) -> mux.State:
+        """What a scheduler sees, without the prompts of some models."""
         running = [each.job for each in self._running]
         return mux.State(
-            [self._queues(name, model, prompts) for name, model in self._models.items()],
+            [self._queues(name, model, name not in hidden) for name, model in self._models.items()],
             self.memory.available,
             running,
             self._turns,
@@ -363,7 +358,6 @@ class Mesh:
         self.memory.take(job.model, needs)
         self.counts.jobs += 1
         self.counts.read_s += parts.memory_s
-        self.counts.computed_s += parts.compute_s
         self._running.append(_Running(job, requests, parts))
 
     def _stop(self, advice: mux.Job) -> None:

@@ -8,6 +8,10 @@ Assumed, beside the data sheets and efficiencies of `hardware`:
   an engine that launches a whole step at once.
 - An all-reduce within a node takes 7 us and 1.5 us a step of its ring, beside its bytes.
 - Lengths are log-normal with ShareGPT's means, 161 and 338 tokens, and at most 2,048.
+- A tenth of each GPU's memory is for activations and libraries, in all designs and however many models share the GPU.
+  Each process of an engine needs some, so this favours designs that share.
+- A prefill job begins with half of the compute, also where the placement gives its model more: the estimate counts with
+  that, and so with less time. With ADBS a job gets more where nobody waits for it; one of FCFS or by steps has all.
 - A request is in time if it ends within SLO scale times what it takes alone, on the fewest GPUs that hold its model.
 
 Throughput is the paper's: requests a second of each model, weighted by its part of all requests. Only requests that end

@@ -114,6 +114,25 @@ def test_prompts_leave_room_for_the_next_block_of_each_request_that_decodes():
     assert names(PLAIN.step(State([replace(limited[0], used=79), models[1]], 99)))[0] == ("a", "decode")
 
 
+def test_growth_of_neighbours_takes_nothing_from_a_reserve():
+    """a wants 100 units, and nothing is available; b has its reserve, which a can never have."""
+    a = model("a", [], [0] * 50, block=2)
+    b = model("b", [20], reserved=50)
+    for scheduler in (PLAIN, mux.RoundRobin()):
+        assert ("b", "prefill") in names(scheduler.step(State([a, b], 0)))
+    grows = replace(b, decode=queue(*[0] * 15, name="bd"), block=2)
+    assert names(PLAIN.step(State([a, grows], 0)))[0] == ("b", "prefill")  # 20, and 30 to grow
+    assert ("b", "prefill") not in names(PLAIN.step(State([a, replace(grows, reserved=49)], 0)))
+    assert ("b", "prefill") not in names(PLAIN.step(State([a, replace(grows, reserved=49)], 100)))
+    assert names(PLAIN.step(State([a, replace(grows, reserved=49)], 101)))[0] == ("b", "prefill")
+
+
+def test_a_neighbour_grows_no_further_than_its_limit():
+    a = model("a", [], [0] * 50, block=2, limit=100, used=98)  # room for one block, whatever its requests want
+    assert names(PLAIN.step(State([a, model("b", [20])], 22)))[0] == ("b", "prefill")
+    assert names(PLAIN.step(State([a, model("b", [20])], 21))) == [("a", "decode")]
+
+
 def test_decode_begins_with_half_of_its_share_rather_than_wait():
     half = State([model("a", [1]), model("b", [], [0], decode_share=0.8)], 100)
     assert PLAIN.step(half) == [Job("a", "prefill", ("ap0",), 0.6), Job("b", "decode", ("bd0",), 0.4)]
@@ -158,6 +177,16 @@ def test_a_model_at_its_limit_keeps_nothing_from_others():
     assert names(PLAIN.step(below))[0] == ("a", "decode")
     prompts = [model("a", [3, 3, 3], limit=20, used=13), models[1]]
     assert PLAIN.step(State(prompts, 50))[0].requests == ("ap0", "ap1")
+
+
+def test_a_prompt_that_lacks_room_to_grow_below_its_limit_keeps_nothing_from_others():
+    """a's requests will want the 20 units that its limit leaves: no neighbour could help its prompt."""
+    a = model("a", [10], [0] * 10, limit=100, used=80, block=5)
+    state = State([a, model("b", [4]), model("c", [4])], 1000, turns=waited("a", "prefill"))
+    assert names(PLAIN.step(state)) == [("b", "prefill"), ("a", "decode")]
+    assert names(PLAIN.step(replace(state, turns=replace(state.turns, prefill="b"))))[0] == ("c", "prefill")
+    below = replace(state, models=[replace(a, limit=140), *state.models[1:]], available=59)
+    assert ("b", "prefill") not in names(PLAIN.step(below))  # 10 units, and 50 to grow: memory is what it lacks
 
 
 def test_a_prompt_that_waits_for_memory_leaves_others_their_reserves():
@@ -205,6 +234,18 @@ def test_advice_to_preempt_only_when_nothing_can_go_on():
     assert mux.preemption(replace(stuck, available=3)) is None
     assert mux.preemption(replace(stuck, running=(Job("a", "decode", (), 0.1),))) is None
     assert mux.preemption(State([model("a")], 0)) is None
+
+
+def test_advice_to_preempt_where_only_the_own_limit_holds_decode_back():
+    """No neighbour can give a's requests a block: they would stand still as long as neighbours have work."""
+    at_limit = model("a", [], [1, 1], limit=30, used=30)
+    state = State([at_limit, model("b", [4], [0])], 100, (Job("b", "prefill", (), 0.6),))
+    assert mux.preemption(state) == Job("a", "decode", ("ad1",), 0.2)
+    assert mux.preemption(replace(state, running=())).model == "a"  # although b could start
+    for goes_on in ({"limit": 31}, {"limit": None}, {"decode": queue(1, 0, name="ad")}, {"decode": ()}):
+        assert mux.preemption(replace(state, models=[replace(at_limit, **goes_on), state.models[1]])) is None
+    for phase in ("prefill", "decode"):  # what runs may end and free some
+        assert mux.preemption(replace(state, running=(Job("a", phase, (), 0.1),))) is None
 
 
 def test_fcfs_runs_one_job_at_a_time_in_order_of_arrival():

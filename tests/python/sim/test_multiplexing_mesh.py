@@ -128,6 +128,17 @@ def test_a_stopped_request_is_computed_again_and_ends():
     assert one.counts.computed > 64  # and what it had made by then
 
 
+@pytest.mark.parametrize("scheduler", [mux.ADBS(), mux.ADBS(stretch=False), mux.Temporal(), mux.RoundRobin()])
+def test_a_full_partition_goes_on_beside_a_neighbour_that_always_has_work(scheduler):
+    """b's two requests fill its 30 units and both want one more, while a decodes until long after."""
+    light = Request("a", 0.0, prompt=16, output=460)
+    full = [Request("b", 0.0, prompt=14 * 16, output=100) for _ in range(2)]
+    one = run(mesh([resident("a"), resident("b")], 60, scheduler, "partitioned"), [light, *full])
+    assert full[1].stopped == one.counts.stopped == 1
+    assert max(request.end_s for request in full) < light.end_s
+    assert [request.made for request in full] == [100, 100]
+
+
 def test_room_for_growth_spares_requests_that_are_stopped():
     """Forty requests that grow from one block to five, in memory for twelve of them."""
     stopped = {}

@@ -22,7 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from kvpool.policy.multiplexing.jobs import PHASES, Job, Phase, State
+from kvpool.policy.multiplexing.jobs import PHASES, Job, ModelQueues, Phase, State
 from kvpool.policy.multiplexing.resources import Resources, in_turn
 
 __all__ = ["ADBS", "preemption"]
@@ -105,18 +105,31 @@ class ADBS:
 
 
 def preemption(state: State) -> Job | None:
-    """Advice when nothing can go on: whose request to stop, so that others have its memory.
+    """Advice when a model cannot go on, or none can: whose request to stop, so that others have its memory.
 
-    It is the youngest request that decodes of the model that is furthest beyond its quota. The pool never preempts; an
-    engine may swap the request out, or compute it again later.
+    A model that no neighbour can help, because it has all that its limit allows, is asked for first, also while others
+    run: theirs may always have work. Otherwise it is the model that is furthest beyond its quota, once nothing goes on.
+    Of either it is the youngest request that decodes. The pool never preempts; an engine may swap the request out, or
+    compute it again later. Ask after each step, with the state after its jobs have started.
 
     Returns:
-        None while a job runs, or one could start, or nothing waits for memory.
+        None if no model is at its limit like that, and a job runs, or one could start, or nothing waits for memory.
     """
-    if state.running or ADBS().step(state):
-        return None
-    holding = [model for model in state.models if model.decode]
-    if not holding or not any(model.prefill or model.decode for model in state.models):
-        return None
-    model = max(holding, key=lambda each: each.used - each.quota)
+    model = _stands_at_limit(state)
+    if model is None:
+        holding = [each for each in state.models if each.decode]
+        if not holding or state.running or ADBS().step(state):
+            return None
+        model = max(holding, key=lambda each: each.used - each.quota)
     return Job(model.name, "decode", (model.decode[-1].request,), model.decode_share)
+
+
+def _stands_at_limit(state: State) -> ModelQueues | None:
+    """A model of which nothing runs, and each request that decodes wants more than its limit leaves."""
+    busy = {job.model for job in state.running}
+    for model in state.models:
+        if model.decode and model.limit is not None and model.name not in busy:
+            left = model.limit - model.used
+            if all(each.units > left for each in model.decode):
+                return model
+    return None

@@ -41,7 +41,8 @@ class ServedModel:
         kv_bytes_per_token: Of all layers.
         timing: How long its jobs take.
         tp_degrees: The numbers of GPUs that it may be split over: powers of two, as meshes have.
-        prefill_share: The least share of a prefill job; it has its unit's share if that is more.
+        prefill_share: The least share of a prefill job. The estimate counts with its unit's share if that is more; what
+            a scheduler gives is `ModelQueues.prefill_share`.
     """
 
     name: str

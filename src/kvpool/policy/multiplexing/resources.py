@@ -51,11 +51,13 @@ class Resources:
     def keep(self, model: ModelQueues, phase: Phase) -> None:
         """Keeps the memory that all can have for a queue that lacks it; others go on within their reserves.
 
-        A prefill keeps it from prefills, a decode from all. What a model lacks only because of its limit is kept from
-        its own prompts alone: neighbours could not help it. Of several queues the first counts, a decode before a
-        prefill.
+        A prefill keeps it from prefills, a decode from all. What a model lacks only because of its limit, room for
+        growth included, is kept from its own prompts alone: neighbours could not help it. Of several queues the first
+        counts, a decode before a prefill.
         """
         units = next((each.units for each in model.queue(phase) if not model.misfit(each)), 0)
+        if phase == "prefill":
+            units += self._growth[model.name]  # as `room` asks for it
         if phase == "decode":
             self._held.add(model.name)
         first = self._kept_for is None or (self._kept_for[1] == "prefill" and phase == "decode")
@@ -70,30 +72,34 @@ class Resources:
 
     @staticmethod
     def _next_blocks(state: State) -> dict[str, int]:
-        """Units of the next block of each request that decodes or is in a job, by model."""
+        """Units of the next block of each request that decodes or is in a job, as far as the model's limit goes."""
         requests = {model.name: len(model.decode) for model in state.models}
         for job in state.running:
             requests[job.model] += len(job.requests)
-        return {model.name: model.block * requests[model.name] for model in state.models}
+        blocks = {model.name: model.block * requests[model.name] for model in state.models}
+        for model in state.models:
+            if model.limit is not None:
+                blocks[model.name] = min(blocks[model.name], max(0, model.limit - model.used))
+        return blocks
 
     def room(self, model: ModelQueues, phase: Phase) -> int:
         """Units that a job could have within the model's limit, whatever its quota says.
 
         A prompt leaves room for the next block of each request that decodes, whatever its model. Without it, prompts
         would fill the memory to the last unit, and decode would go on with the few requests that happen to need no
-        block.
+        block. Neighbours grow into what all can have and into their own reserves, never into this model's.
         """
         if phase == "prefill" and model.name in self._held:
             return 0
         taken = self._taken.get(model.name, 0)
         room = max(0, model.reserved - taken)
-        limit = inf if model.limit is None else model.limit - model.used - taken
+        limit = self._limit_left(model)
+        growth = self._growth[model.name]
         if self._may_share(model, phase):
-            room += self._available
+            others = self._shared_growth - max(0, growth - model.reserved) if phase == "prefill" else 0
+            room += max(0, self._available - others)
         if phase == "prefill":
-            growth = self._growth[model.name]
-            others = self._shared_growth - max(0, growth - model.reserved)
-            room -= growth + max(0, others)
+            room -= growth
             limit -= growth
         return int(max(0, min(room, limit)))
 
