@@ -129,6 +129,14 @@ ROUTING_BUGS: Final[tuple[Bug, ...]] = (
         build="python",
     ),
     Bug(
+        "fetched-before-computed",
+        "policy",
+        "an instance waits for KV of another one that has not computed it, and has to compute it anew",
+        in_python("policy/routing/claims.py", "held = begin\n", "pass\n"),
+        ("python/policy/test_routing_claims.py",),
+        build="python",
+    ),
+    Bug(
         "chunks-take-all",
         "sim",
         "steps with prompts in them have more tokens than the engine computes, so first tokens come too early",
