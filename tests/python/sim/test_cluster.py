@@ -149,7 +149,7 @@ def test_what_a_prompt_leaves_of_a_step_goes_to_the_next_one():
 
 
 def test_a_prompt_in_chunks_is_computed_once_for_all_that_come_meanwhile():
-    """Four of 8,000 tokens in steps of 2,048; the last step has the end of the first, and a token each of the others."""
+    """Four of 8,000 tokens in steps of 2,048: the last one has a token of each but the first."""
     done = Watched(cluster(batching=Batching(2048, 256)))
     measures = done.run([request(at * 1e-6, 1, 500) for at in range(4)])
     assert done.hits == {0: 0, 1: 500, 2: 500, 3: 500}
