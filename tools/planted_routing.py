@@ -107,8 +107,19 @@ ROUTING_BUGS: Final[tuple[Bug, ...]] = (
         "the router's memory grows for ever: what is used between two looks is never looked at",
         in_cpp(
             "index/instance_index.cpp",
-            "std::size_t left = nodes + std::exchange(used_since_, 0);",
-            "std::size_t left = nodes;",
+            "const std::size_t used = std::min(used_since_, kUsedALook * nodes);",
+            "const std::size_t used = 0;",
+        ),
+        ("instance_index_test.cpp",),
+    ),
+    Bug(
+        "one-decision-sweeps-all",
+        "index",
+        "a decision of a router takes as long as a look at all its prompts, because many came before it",
+        in_cpp(
+            "index/instance_index.cpp",
+            "const std::size_t used = std::min(used_since_, kUsedALook * nodes);",
+            "const std::size_t used = used_since_;",
         ),
         ("instance_index_test.cpp",),
     ),
