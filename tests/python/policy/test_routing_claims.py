@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from policy.fleet import BLOCK, Fleet, prompt, transfer
 
 from kvpool.policy.routing import Holder, Kind, Request
+from kvpool.policy.routing.claims import Claims
 
 _NAMES = st.lists(st.integers(1, 2), min_size=1, max_size=4)
 _STEPS = st.lists(st.tuples(st.sampled_from(["route", "first_token", "finished", "failed"]), _NAMES, st.integers(0, 5)))
@@ -135,3 +137,28 @@ def test_what_a_request_that_failed_was_to_compute_is_not_fetched(by_events):
     assert _elsewhere(fleet, prompt(8)).fetch is None
     fleet.scheduler.first_token(stays.ticket)
     assert _elsewhere(fleet, prompt(8)).fetch[:3] == (1, 0, 8 * BLOCK)
+
+
+class _Adds:
+    """In place of a tree: so many of the last blocks are new."""
+
+    def __init__(self, new):
+        self.new = new
+
+    def insert(self, tokens, instance, namespace):
+        return min(self.new, len(tokens) // BLOCK)
+
+
+@given(st.lists(st.tuples(_NAMES, st.integers(0, 4)), max_size=4), _NAMES, st.integers(0, 4))
+def test_what_is_computed_ends_at_the_first_block_that_someone_has_yet_to_compute(claimed, names, held):
+    claims = Claims(BLOCK)
+    missing = set()
+    for ticket, (other, new) in enumerate(claimed):
+        claims.add(_Adds(new), np.repeat(np.array(other, np.int32), BLOCK), "", 1, 1, ticket)
+        missing |= {tuple(other[: at + 1]) for at in range(max(0, len(other) - new), len(other))}
+    held = min(held, len(names))
+    computed = next((at for at in range(held) if tuple(names[: at + 1]) in missing), held)
+    tokens = np.repeat(np.array(names, np.int32), BLOCK)
+    assert claims.computed_tokens(1, tokens, "", held * BLOCK) == computed * BLOCK
+    assert claims.computed_tokens(2, tokens, "", held * BLOCK) == held * BLOCK
+    assert claims.computed_tokens(1, tokens, "other", held * BLOCK) == held * BLOCK

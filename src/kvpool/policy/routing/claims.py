@@ -70,7 +70,9 @@ class Claims:
         """How many of the first `held` tokens of a prompt an instance holds now, and does not only have to compute."""
         for claim in self._at.get(incarnation, {}).values():
             begin = claim.first * self._block_tokens
-            if begin >= held or claim.namespace != namespace or not self._same_at(claim.tokens, tokens, claim.first):
+            if begin >= min(held, len(claim.tokens)) or claim.tokens[begin] != tokens[begin]:  # quick, of most
+                continue
+            if claim.namespace != namespace or not self._same_at(claim.tokens, tokens, claim.first):
                 continue
             if np.array_equal(claim.tokens[:begin], tokens[:begin]):
                 held = begin
