@@ -251,8 +251,9 @@ Returns:
 Args:
     before: A time.
     nodes: How much to look at, in prompts, or parts that prompts share, with 64 instances each; None: everything. Each
-        call goes on where the last one ended, and also looks at as much as was used since; `before` is that of the call
-        that began with the first. So it ends after at most as many calls as there are nodes, over `nodes`.
+        call goes on where the last one ended, and also looks at as much as was used since the first of them, but at
+        most four times `nodes` at a time; `before` is that of the call that began with the first. So it ends after at
+        most as many calls as there are nodes, over `nodes`, unless more is used between two of them.
 
 Returns:
     The number of blocks, each counted once for every instance that held it.)")

@@ -107,8 +107,19 @@ ROUTING_BUGS: Final[tuple[Bug, ...]] = (
         "the router's memory grows for ever: what is used between two looks is never looked at",
         in_cpp(
             "index/instance_index.cpp",
-            "std::size_t left = nodes + std::exchange(used_since_, 0);",
-            "std::size_t left = nodes;",
+            "const std::size_t used = std::min(used_since_, kUsedALook * nodes);",
+            "const std::size_t used = 0;",
+        ),
+        ("instance_index_test.cpp",),
+    ),
+    Bug(
+        "one-decision-sweeps-all",
+        "index",
+        "a decision of a router takes as long as a look at all its prompts, because many came before it",
+        in_cpp(
+            "index/instance_index.cpp",
+            "const std::size_t used = std::min(used_since_, kUsedALook * nodes);",
+            "const std::size_t used = used_since_;",
         ),
         ("instance_index_test.cpp",),
     ),
@@ -126,6 +137,14 @@ ROUTING_BUGS: Final[tuple[Bug, ...]] = (
         "an instance that refuses makes prefixes look popular, and they are copied for nothing",
         in_python("policy/routing/keeping.py", "if not asked.again:", "if True:"),
         ("python/policy/test_routing_uses.py", "python/router/test_parts.py"),
+        build="python",
+    ),
+    Bug(
+        "fetched-before-computed",
+        "policy",
+        "an instance waits for KV of another one that has not computed it, and has to compute it anew",
+        in_python("policy/routing/claims.py", "held = begin\n", "pass\n"),
+        ("python/policy/test_routing_claims.py",),
         build="python",
     ),
     Bug(

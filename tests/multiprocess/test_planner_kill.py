@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import pytest
 from cluster.places import etcd, etcd_server, local, place
-from planning import Notes, check_notes
+from planning import EPOCH_S, Notes, check_notes
 from transfer.kit import eventually as eventually_within
 from victims import Nursery
 
@@ -152,7 +152,7 @@ def test_the_epoch_goes_on_when_the_planner_was_stopped_for_a_while(town, phase,
     town.begin("abcd", evicting)
     town.bring_to(phase)
     town.members["a"].stop()
-    time.sleep(0.3)
+    time.sleep(2.5 * EPOCH_S)
     town.members["a"].wake()
     for name in "ad":
         town.go(name)

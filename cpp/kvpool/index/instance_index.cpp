@@ -213,12 +213,15 @@ std::size_t InstanceIndex::expire(std::uint64_t before) noexcept {
 // has lost those before. What lies below and was used since the sweep passed it was used with this node, after
 // `before`.
 std::size_t InstanceIndex::expire_some(std::uint64_t before, std::size_t nodes) noexcept {
-  std::size_t left = nodes + std::exchange(used_since_, 0);
   if (sweep_ == nullptr) {
+    used_since_ = 0;
     sweep_ = oldest_;
     sweep_before_ = std::min(before, now_ + 1);
     advance(sweep_before_);  // so no use from now on is before it
   }
+  const std::size_t used = std::min(used_since_, kUsedALook * nodes);
+  used_since_ -= used;
+  std::size_t left = nodes + used;
   std::size_t dropped = 0;
   while (sweep_ != nullptr && left > 0) {
     Node* const node = sweep_;

@@ -90,9 +90,11 @@ class InstanceIndex {
   std::size_t expire(std::uint64_t before) noexcept;
 
   // A part of the same. A sweep visits all nodes, the longest unused first, and each call goes on where the last one
-  // ended; `before` is that of the call with which the sweep began. A call visits `nodes` nodes, and at as many as
-  // were used since the last call: so a sweep over n nodes ends after at most n / nodes calls, whatever is used
-  // meanwhile. A node of many holders counts as one more for each kHoldersALook of them. Returns as `expire`.
+  // ended; `before` is that of the call with which the sweep began. A call visits `nodes` nodes, and as many as were
+  // used since the sweep began and no call has counted yet, but at most kUsedALook * nodes of these. So a sweep over n
+  // nodes ends after at most n / nodes calls, unless more are used between two calls than one of them may count: each
+  // use beyond that adds a node to a later call. A node of many holders counts as one more for each kHoldersALook of
+  // them. Returns as `expire`.
   std::size_t expire_some(std::uint64_t before, std::size_t nodes) noexcept;
 
   std::size_t pages_max() const noexcept { return pages_max_; }
@@ -143,6 +145,7 @@ class InstanceIndex {
   static void collect(const Tree::Position& position, std::vector<InstanceHit>& out);
 
   static constexpr std::size_t kHoldersALook = 64;
+  static constexpr std::size_t kUsedALook = 4;
 
   Tree tree_;
   std::size_t pages_max_;
@@ -151,7 +154,7 @@ class InstanceIndex {
   Node* oldest_ = nullptr;
   Node* sweep_ = nullptr;  // the next node that expire_some looks at; null when no sweep is under way
   std::uint64_t sweep_before_ = 0;
-  std::size_t used_since_ = 0;  // the cost of looking at the nodes that were used since the last expire_some
+  std::size_t used_since_ = 0;  // the cost of looking at nodes that were used, so far as no expire_some has counted it
   std::uint64_t now_ = 0;
   std::size_t pages_ = 0;
   std::size_t holder_room_ = 0;          // sum of the capacities of all nodes' holders

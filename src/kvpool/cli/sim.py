@@ -157,7 +157,10 @@ def _add_cluster(group: Any) -> None:
         help="of a step, prompts and decoding together (default: vLLM's, 2048, or 8192 on an H100 or H200)",
     )
     group.add_argument(
-        "--batch-requests", type=int, metavar="N", help="at a time (default: vLLM's, 256, or 1024 on an H100 or H200)"
+        "--batch-requests",
+        type=int,
+        metavar="N",
+        help="at a time (default: vLLM's, 256, or with chunks on an H100 or H200 1024; no more than --batch-tokens)",
     )
     group.add_argument(
         "--whole-prompts",

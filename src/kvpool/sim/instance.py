@@ -8,6 +8,8 @@ continued in the next step.
     step      |  A A B C  |  A A B C  |  A A B C  |      A, B, C decode, and take a token each of the budget
     prompts   |  D D D D  |  D D D E  |  E E E E  |      D is computed in two steps; its first token ends the second one
 
+A request that begins in a step matches what is computed up to the end of that step, of the prompts before it.
+
 Without chunks prompts go first: between two steps of decoding the engine computes the next prompts, as many whole ones
 as fit into `batch_tokens`, while decoding requests wait.
 
@@ -197,6 +199,7 @@ class Instance:
             stop = min(part.request.prompt, part.computed + left)
             left -= stop - part.computed
             chunks.append((part, stop))
+            self._store(part, stop)
         ready_s, in_dram = self._loop.now, 0
         while self._waiting and left > 0 and self.room > 0:
             job = self._waiting[0]
@@ -215,8 +218,15 @@ class Instance:
             stop = min(request.prompt, job.computed + left)
             left -= stop - job.computed
             chunks.append((job, stop))
+            self._store(job, stop)
         self._ready_s = ready_s + self._model.swap_in_s(in_dram)
         return chunks
+
+    def _store(self, job: Job, stop: int) -> None:
+        """Others can match what is computed in this step, as in vLLM: they compute no sooner than in it."""
+        ids = job.request.ids
+        assert job.held is not None  # admitted
+        self.cache.store(job.held, ids if stop == job.request.prompt else ids[: stop // self._unit])
 
     def _mix(self, chunks: list[tuple[Job, int]]) -> None:
         """Begins a step that computes chunks of prompts, and a token for each request that decodes."""
@@ -288,13 +298,13 @@ class Instance:
     def _first_tokens(self, batch: list[Job]) -> None:
         self._prefilling = False
         for job in batch:
+            assert job.held is not None  # admitted
+            self.cache.store(job.held, job.request.ids)
             self._computed(job)
         self._next()
 
     def _computed(self, job: Job) -> None:
         """A prompt is computed: its first token is there."""
-        assert job.held is not None
-        self.cache.store(job.held, job.request.ids)
         job.first_s = self._loop.now
         if self._prefilled(job):
             if job.request.output == 1:

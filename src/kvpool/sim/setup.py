@@ -34,6 +34,7 @@ _THRIFTY: Final[Mapping[str, Callable[[float], routing.Policy]]] = {
 _RATE: Final = 4.0
 _REQUESTS: Final = 20_000
 _WHOLE_TOKENS: Final = 8192  # of prompts that are computed together, where they are not cut into chunks
+_WHOLE_REQUESTS: Final = 256  # at a time, likewise
 _MOST: Final = 1e9  # bounds gigabytes and requests a second: more is a mistake, and would overflow
 
 
@@ -69,7 +70,8 @@ class Setup:
         thrift: As in `routing.KeepHits` and `routing.QueuePlusExec`; for no other policy.
         chunked: As in `Batching`.
         batch_tokens: As in `Batching`; None: as vLLM's server has it for the hardware, and 8,192 without chunks.
-        batch_requests: As in `Batching`; None: as vLLM's server has it for the hardware.
+        batch_requests: As in `Batching`; None: as vLLM's server has it for the hardware, but no more than
+            `batch_tokens`, and 256 without chunks.
     """
 
     workload: str | None = "chat"
@@ -166,12 +168,12 @@ class Setup:
     @property
     def batching(self) -> Batching:
         """How the engines batch. Raises ArgumentError as `Batching` does."""
-        tokens, requests = self.gpu.batch_tokens if self.chunked else _WHOLE_TOKENS, self.gpu.batch_requests
-        return Batching(
-            tokens if self.batch_tokens is None else self.batch_tokens,
-            requests if self.batch_requests is None else self.batch_requests,
-            self.chunked,
-        )
+        tokens, requests = self.batch_tokens, self.batch_requests
+        if tokens is None:
+            tokens = self.gpu.batch_tokens if self.chunked else _WHOLE_TOKENS
+        if requests is None:
+            requests = min(self.gpu.batch_requests, max(1, tokens)) if self.chunked else _WHOLE_REQUESTS
+        return Batching(tokens, requests, self.chunked)
 
     @property
     def hbm_gb_each(self) -> float:

@@ -28,11 +28,14 @@ class StandIn:
 
     @listed.setter
     def listed(self, members):
-        left = [each for each in self._listed if not isinstance(members, Exception) and each not in members]
-        self._listed = members
-        for each in left:
+        before, self._listed = self._listed, members
+        if isinstance(members, Exception) or isinstance(before, Exception):
+            return
+        changes = [("lost", each) for each in before if each not in members]
+        changes += [("joined", each) for each in members if each not in before]
+        for kind, each in changes:
             for watcher in self.watchers:
-                watcher(SimpleNamespace(kind="lost", member=each))
+                watcher(SimpleNamespace(kind=kind, member=each))
 
     def on_change(self, callback):
         self.watchers.append(callback)

@@ -371,18 +371,21 @@ def test_a_request_that_its_source_asks_back_and_dies_is_not_given_back(make, re
     del b.pool.fetch
 
 
-def test_a_request_that_waits_for_room_ends_when_its_destination_takes_in_no_more(make):
+def test_a_request_that_waits_for_room_ends_when_its_destination_takes_in_no_more(make, caplog):
     a, b, proofs = *make({"gone": lambda *_: proofs[0] if proofs else None}), []
 
     def adopt(_):
-        proofs[:] = ["ended"]
+        proofs.append("ended")
         raise kvpool.Busy("the batch is full")
 
     b.engine.before["adopt"] = adopt
     make_deaf(a, "failed")
     a.engine.begin("r", prompt_of(12), LENGTH)
     a.migrations.migrate("r", "b", timeout=20)
-    eventually(lambda: proofs)
+    eventually(lambda: len(proofs) > 3)
+    assert [each for each in caplog.messages if "waits for room" in each] == [
+        "request 'r' has no source any more, and waits for room: Busy: the batch is full"
+    ]
     end = threading.Thread(target=b.migrations.close, args=(600,))
     end.start()
     eventually(lambda: not b.migrations.arriving())

@@ -130,3 +130,49 @@ def test_a_rebalancer_for_which_there_is_no_thread_says_and_watches_nothing(monk
     assert one.record == {}
     with rebalancer(one) as other:
         eventually(lambda: other.plans)
+
+
+@pytest.mark.parametrize("name", ["kvpool-members", "kvpool-rebalancing"])
+def test_an_earlier_one_goes_on_where_a_later_one_cannot_be_made(monkeypatch, name):
+    world = World()
+    (one,) = world.add_all({"a": 30})
+    start = threading.Thread.start
+
+    def fails(thread):
+        if thread.name == name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def on_change(callback):
+        threading.Thread(target=callback, args=(None,), name="kvpool-members").start()
+        return one.cluster
+
+    one.cluster.on_change = on_change
+    with rebalancer(one) as earlier:
+        eventually(lambda: earlier.plans)
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", fails)
+            with pytest.raises(RuntimeError, match="new thread"):
+                rebalancer(one)
+        beat = one.record["beat"]
+        eventually(lambda: one.record["beat"] > beat)
+        assert earlier.plans
+        assert not earlier._epochs.left
+
+
+def test_an_earlier_one_asks_for_no_instances_once_it_was_replaced():
+    """The later one comes while the earlier one accepts its own plan, which asks for an instance."""
+    world = World()
+    (one,) = world.add_all({"a": 30})
+    one.engine.queue = {"b": 90}
+    seat = one.epochs.seat
+    accept, later = seat.accept, []
+
+    def replaced(*arguments):
+        later.append(Seat(one.cluster))
+        return accept(*arguments)
+
+    seat.accept = replaced
+    world.rounds(4)
+    assert later
+    assert world.started == []

@@ -272,7 +272,7 @@ def test_an_overloaded_cluster_and_refused_requests_are_reported(capsys):
         (["--skip", "120"], "skip"),
         (["--block-tokens", "0"], "block"),
         (["--batch-requests", "0"], "batch_requests"),
-        (["--batch-tokens", "255"], "batch_requests"),
+        (["--batch-tokens", "255", "--batch-requests", "256"], "batch_requests"),
         (["--find-gpus", "--slo-ttft", "inf"], "promised"),
         (["--out", "/dev/null/x"], "--out"),
         (["--ttl", "-1"], "--ttl"),

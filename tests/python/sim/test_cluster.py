@@ -148,6 +148,27 @@ def test_what_a_prompt_leaves_of_a_step_goes_to_the_next_one():
     assert done.first[2] == pytest.approx(alone + both + MODEL.batch_s([(64, 32)]), rel=1e-12)
 
 
+def test_a_prompt_in_chunks_is_computed_once_for_all_that_come_meanwhile():
+    """Four of 8,000 tokens in steps of 2,048: the last one has a token of each but the first."""
+    done = Watched(cluster(batching=Batching(2048, 256)))
+    measures = done.run([request(at * 1e-6, 1, 500) for at in range(4)])
+    assert done.hits == {0: 0, 1: 500, 2: 500, 3: 500}
+    assert (measures.hbm_tokens, measures.prompt_tokens) == (24_000, 32_000)
+    steps = [(2048, 0), (4096, 2048), (6144, 4096)]
+    end = sum(MODEL.batch_s([step]) for step in steps) + MODEL.batch_s([(8000, 6144), *[(8000, 7999)] * 3])
+    assert list(done.first.values()) == pytest.approx([end] * 4, rel=1e-12)
+
+
+def test_what_begins_beside_a_chunk_matches_as_much_as_that_computes():
+    """The longer prompt leaves no step room for more until its last one; another forks at its 40th block."""
+    done = Watched(cluster(batching=Batching(320, 256)))
+    ids = request(0.0, 1, 50).ids.copy()
+    ids[40:] += 500
+    fork = SimRequest(1e-6, ids, 50 * UNIT, 1)
+    done.run([request(0.0, 1, 50), fork, request(1e-6, 2, 1)])
+    assert done.hits == {0: 0, 1: 40, 2: 0}
+
+
 def test_a_prompt_in_chunks_is_one_of_the_requests_that_run():
     """One at a time: the second begins when the first has its last token."""
     done = Watched(cluster(batching=Batching(32, 1)))

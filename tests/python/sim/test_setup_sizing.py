@@ -119,6 +119,13 @@ def test_engines_batch_as_vllms_server_does_on_the_hardware():
     assert batching(batch_tokens=512, batch_requests=16) == (512, 16, True)
     assert batching(chunked=False) == (8192, 256, False)
     assert batching(chunked=False, batch_tokens=0) == (0, 256, False)
+    assert batching(chunked=False, hardware="H100-80GB") == (8192, 256, False)
+    assert batching(batch_tokens=128) == (128, 128, True)
+    assert batching(batch_tokens=512, hardware="H200-141GB") == (512, 512, True)
+    with pytest.raises(ArgumentError, match="takes one of them in each step"):
+        batching(batch_tokens=128, batch_requests=256)
+    with pytest.raises(ArgumentError, match="takes one of them in each step"):
+        batching(batch_tokens=0)
 
 
 def test_ttl_and_cap_are_the_schedulers():

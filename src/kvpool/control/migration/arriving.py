@@ -64,6 +64,7 @@ class Arriving:
         self._adopted = False
         self._unwanted = False
         self._torn = False
+        self._waits_for_room = False
         self._fetch_at = 0.0  # not earlier, by the budget
         self._planned = 0  # blocks of the piece that waits for that; 0: none does
 
@@ -152,6 +153,10 @@ class Arriving:
         """Gives the request back to its source. If that is gone nobody else has it: it waits until there is room."""
         self._look_for_source()  # it may have died since
         if self.destination.alone:
+            if not self._waits_for_room:
+                self._waits_for_room = True
+                why = f"{type(error).__name__}: {error}"
+                _log.warning("request %r has no source any more, and waits for room: %s", self.destination.request, why)
             time.sleep(self._timing.repeat_s)
         else:
             self.destination.fail(f"{type(error).__name__}: {error}", full=isinstance(error, OutOfBlocks))

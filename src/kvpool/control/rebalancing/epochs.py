@@ -283,7 +283,7 @@ class Epochs:
             self.tally.count("plans_made")
             if self.seat.accept(plan, self._instance):
                 self._carry_out(plan, said, lease)
-        if plan.starts and self._activate is not None:
+        if plan.starts and self._activate is not None and not self.seat.left:
             self._call("activate", partial(self._activate, plan.starts))
 
     def _waits(self, said: dict[int, Said]) -> bool:

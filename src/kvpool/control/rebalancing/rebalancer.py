@@ -6,6 +6,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
+from queue import SimpleQueue
 from types import TracebackType
 from typing import get_args
 
@@ -21,6 +22,8 @@ from kvpool.policy.rebalancing import SCHEDULERS, Planner, PolicyName
 __all__ = ["Rebalancer"]
 
 _log = logging.getLogger("kvpool.rebalancing")
+
+_Made = tuple[weakref.ref[Epochs], Seat]
 
 
 class Rebalancer:
@@ -70,33 +73,36 @@ class Rebalancer:
                 f"capacity {capacity} and moves_at_once {moves_at_once} must be 1 or more, growth {growth} 0 or more, "
                 f"epoch_s {epoch_s} and move_s {move_s} above 0"
             )
-        self._wake = threading.Event()
+        planner = _planner(policy)
+        self._wake = wake = threading.Event()
         self._stop = threading.Event()
         self._closing = threading.Lock()
-        self._epochs = Epochs(
-            migrations,
-            engine,
-            cluster,
-            capacity=capacity,
-            growth=growth,
-            planner=_planner(policy),
-            epoch_s=epoch_s,
-            move_s=move_s,
-            moves_at_once=moves_at_once,
-            activate=activate,
-            terminate=terminate,
-            changed=self._wake.set,
-        )
-        wake = self._wake
         self._watch = cluster.on_change(lambda event: wake.set())
-        args = weakref.ref(self._epochs), self._epochs.seat, self._wake, self._stop, epoch_s
+        made: SimpleQueue[_Made | None] = SimpleQueue()
+        args = made, wake, self._stop, epoch_s
         self._thread = threading.Thread(target=_run, args=args, name="kvpool-rebalancing", daemon=True)
         try:
             self._thread.start()
-        except BaseException:  # this process can have no more threads
+            # Last, since it takes the seat: if this one cannot be made, an earlier one goes on.
+            self._epochs = Epochs(
+                migrations,
+                engine,
+                cluster,
+                capacity=capacity,
+                growth=growth,
+                planner=planner,
+                epoch_s=epoch_s,
+                move_s=move_s,
+                moves_at_once=moves_at_once,
+                activate=activate,
+                terminate=terminate,
+                changed=wake.set,
+            )
+        except BaseException:  # no member, or this process can have no more threads
+            made.put(None)
             self._watch.close()
-            self._epochs.seat.abandon()
             raise
+        made.put((weakref.ref(self._epochs), self._epochs.seat))
 
     def totals(self) -> RebalancingTotals:
         """What became of plans so far."""
@@ -153,13 +159,15 @@ def _planner(policy: PolicyName | Planner) -> Planner:
 
 
 def _run(
-    epochs: weakref.ref[Epochs],
-    seat: Seat,
+    made: SimpleQueue[_Made | None],
     wake: threading.Event,
     stop: threading.Event,
     epoch_s: float,
 ) -> None:
     """Steps a few times an epoch, and when something has changed; until it is to stop, or has left, or is dropped."""
+    if (found := made.get()) is None:
+        return
+    epochs, seat = found
     while not stop.is_set() and not seat.left:
         strong = epochs()
         if strong is None:  # its owner has dropped it without `close`: nobody is to wait for its plans

@@ -49,19 +49,34 @@ class Claims:
         if claim is None:
             return
         for other in self._at.get(incarnation, {}).values():
-            if self._same_at(claim, other, other.first):  # else no more is shared than is known to be computed
+            # Else no more is shared than is known to be computed.
+            if self._same_at(claim.tokens, other.tokens, other.first):
                 other.first = max(other.first, self._shared(claim, other))
 
     def withdraw(self, tree: PromptTree | None, instance: int, incarnation: int, ticket: int) -> None:
         """The request has failed: forgets what only it claimed, or nothing if there is no tree to forget it."""
         claim = self._taken(incarnation, ticket)
-        if claim is None or tree is None or claim.first == len(claim.tokens) // self._block_tokens:
+        if claim is None or claim.first == len(claim.tokens) // self._block_tokens:
             return
-        tree.remove(claim.tokens, instance, claim.first, claim.namespace)
+        if tree is not None:
+            tree.remove(claim.tokens, instance, claim.first, claim.namespace)
         for other in self._at.get(incarnation, {}).values():
-            if self._same_at(claim, other, claim.first) and self._shared(claim, other) > claim.first:
-                tree.insert(other.tokens, instance, other.namespace)
+            if self._same_at(claim.tokens, other.tokens, claim.first) and self._shared(claim, other) > claim.first:
+                if tree is not None:
+                    tree.insert(other.tokens, instance, other.namespace)
                 other.first = min(other.first, claim.first)
+
+    def computed_tokens(self, incarnation: int, tokens: Tokens, namespace: str, held: int) -> int:
+        """How many of the first `held` tokens of a prompt an instance holds now, and does not only have to compute."""
+        for claim in self._at.get(incarnation, {}).values():
+            begin = claim.first * self._block_tokens
+            if begin >= min(held, len(claim.tokens)) or claim.tokens[begin] != tokens[begin]:  # quick, of most
+                continue
+            if claim.namespace != namespace or not self._same_at(claim.tokens, tokens, claim.first):
+                continue
+            if np.array_equal(claim.tokens[:begin], tokens[:begin]):
+                held = begin
+        return held
 
     # ----
 
@@ -72,11 +87,10 @@ class Claims:
             del self._at[incarnation]
         return claim
 
-    def _same_at(self, one: _Claim, other: _Claim, block: int) -> bool:
+    def _same_at(self, one: Tokens, other: Tokens, block: int) -> bool:
         """Whether both have this block and it is the same: of prompts that differ later, most differ there."""
         begin, end = block * self._block_tokens, (block + 1) * self._block_tokens
-        there = end <= min(len(one.tokens), len(other.tokens))
-        return there and np.array_equal(one.tokens[begin:end], other.tokens[begin:end])
+        return end <= min(len(one), len(other)) and np.array_equal(one[begin:end], other[begin:end])
 
     def _shared(self, one: _Claim, other: _Claim) -> int:
         """With how many equal blocks the prompts begin."""

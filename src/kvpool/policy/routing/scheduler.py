@@ -70,7 +70,8 @@ class GlobalScheduler:
         balance: Load cap and newcomers.
         learn_at: When the trees learn that an instance holds a prompt: at its "dispatch", so that the same prompt a
             moment later follows it into the same queue, or at its "response", as in §6. At dispatch, an instance that
-            reports by events is believed to hold a prompt from then on, too, until an event says otherwise.
+            reports by events is believed to hold a prompt from then on, too, until an event says otherwise. Nothing is
+            fetched of a prompt before its `first_token`.
         holders_max: How many instances that hold more a decision lists.
         blocks_max: Blocks in the prompt tree of each kind of instance; the least recently used are forgotten. None for
             no bound.
@@ -256,7 +257,7 @@ class GlobalScheduler:
             raise StateError(f"none of {len(self._decode)} instances decodes what others prefill")
         fetch = None
         if holders and self._transfer is not None:
-            fetch = self._fetch(instance, holders, own)
+            fetch = self._fetch(instance, holders, own, tokens, request.namespace)
         queue_s = table.backlog_of(slot, now)
         spent_s = exec_s - (fetch.saved_s - fetch.transfer_s if fetch else 0.0)
         occupied_s = spent_s if model.parallel.pp == 1 else model.stage_s(len(tokens), cached)
@@ -362,23 +363,28 @@ class GlobalScheduler:
         slot = choose(self._decode_policy, table, found, [missing], now, session)
         return table.id_of(slot), found.lengths[found.at(slot)]
 
-    def _fetch(self, instance: int, holders: Sequence[Holder], own: Times) -> Fetch | None:
-        """The holder from which fetching gains the most, if any does (eq. 2)."""
+    def _fetch(
+        self, instance: int, holders: Sequence[Holder], own: Times, tokens: Tokens, namespace: str
+    ) -> Fetch | None:
+        """The holder from which fetching gains the most, if any does (eq. 2): of what is computed already."""
         best: Fetch | None = None
         best_gain_s, last_stop = 0.0, 0
-        for holder in holders:
+        for source, start, believed in holders:
+            stop = self._claims.computed_tokens(self._instances[source].incarnation, tokens, namespace, believed)
+            if stop <= start:
+                continue
             if callable(self._transfer):
-                transfer = self._transfer(holder.instance, instance)
-            elif holder.stop != last_stop:  # over equal links, equal lengths gain the same
-                transfer, last_stop = self._transfer, holder.stop
+                transfer = self._transfer(source, instance)
+            elif stop != last_stop:  # over equal links, equal lengths gain the same
+                transfer, last_stop = self._transfer, stop
             else:
                 continue
             if transfer is None:
                 continue
-            transfer_s = transfer.time_s(holder.stop - holder.start)
-            saved_s = own.of(holder.start) - own.of(holder.stop)
+            transfer_s = transfer.time_s(stop - start)
+            saved_s = own.of(start) - own.of(stop)
             if saved_s - transfer_s > best_gain_s or (best is None and saved_s == transfer_s):
-                best, best_gain_s = Fetch(*holder, transfer_s, saved_s), saved_s - transfer_s
+                best, best_gain_s = Fetch(source, start, stop, transfer_s, saved_s), saved_s - transfer_s
         return best
 
     def _still_there(self, instance: int, incarnation: int | None) -> _Instance | None:

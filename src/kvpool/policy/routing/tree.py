@@ -12,8 +12,10 @@ it long ago. Sending the prompt to an instance counts as a use there.
 
 Memory of what is too old is given back by and by: whenever the tree learns something from a response or a dispatch, it
 looks at the 16 nodes (prompts, or parts that prompts share) that were longest unused, and at as many as were used since
-it did so last. So no call looks at all of them, and the tree has at most a third more nodes than were used in `ttl_s`
-while requests keep coming: each adds at most two. `expire` gives back the rest.
+the sweep over all of them began, but at most 64 of these at a time. So no call looks at all nodes. While requests come
+at an even rate, the tree has at most a third more nodes than were used in `ttl_s`: each adds at most two. When the rate
+falls, what came before leaves by 16 nodes a request: a sweep over n nodes takes n / 16 requests, and what grows too old
+behind it waits for the next one. `expire` gives back the rest.
 
 However it learns, a tree has at most `blocks_max` blocks: beyond them it forgets the least recently matched or learnt
 ones of any instance, ends of prompts first. If it forgets blocks of an instance that reports by events, it learns them
@@ -112,7 +114,8 @@ class PromptTree:
         """Gives back memory of what is older than `ttl_s`.
 
         Args:
-            nodes: How many to look at, and as many as were used since the last look: 100,000 take 32 ms. None: all.
+            nodes: How many to look at, and at most four times as many that were used meanwhile: 100,000 take 32 ms.
+                None: all.
 
         Returns:
             Blocks that were forgotten, each counted once for every instance that held it.

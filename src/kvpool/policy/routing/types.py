@@ -35,7 +35,7 @@ class Request:
 
 
 class Holder(NamedTuple):
-    """An instance that holds tokens [start, stop) of the prompt, which the chosen one lacks."""
+    """An instance that holds tokens [start, stop) of the prompt, or is to compute them; the chosen one lacks them."""
 
     instance: int
     start: int
