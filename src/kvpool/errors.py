@@ -89,6 +89,7 @@ def _rebuild(kind: type[Error], message: str, fields: dict[str, Any]) -> Error:
 class ArgumentError(Error, ValueError):
     """A value that is invalid in every state of the pool."""
 
+    pieces: int  # of a block of a space
     address: int  # the wrong address, and
     position: int  # its position in the list
     value: int  # a number out of range, and
@@ -369,5 +370,6 @@ class AuditError(Error):
     """An invariant is broken: a bug in kvpool, or memory corruption."""
 
     block: int
+    unit: int
     found: int
     counted: int

@@ -129,7 +129,6 @@ class CacheBlocks {
   std::uint32_t run_units() const noexcept { return block_units_ / pieces_count(); }
   // Where blocks lie, if the space has several caches. A block that has an owner may be read without the lock.
   const BlockPieces& pieces(Medium medium) const noexcept { return pieces_[medium]; }
-  const ReaderCounts& readers(Medium medium) const noexcept { return readers_[medium]; }
   std::uint32_t pieces_count() const noexcept { return pieces_[Medium::kHbm].pieces(); }
   // Blocks without an owner for which there are no units, or no run of them, because other caches have blocks there.
   std::uint32_t displaced(Medium medium) const noexcept {

@@ -35,7 +35,6 @@ class ReaderCounts {
     if (counts_ == nullptr) throw std::bad_alloc();
     size_ = blocks;
   }
-  std::uint64_t metadata_bytes() const noexcept { return std::uint64_t{size_} * sizeof(std::uint16_t); }
 
  private:
   struct FreeMemory {

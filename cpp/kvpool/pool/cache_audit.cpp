@@ -23,8 +23,7 @@ PoolStats PromptCache::stats() const noexcept {
     counts.by_state[static_cast<std::size_t>(BlockState::kFree)] -= counts.displaced;
     counts.evictable = static_cast<std::uint32_t>(evictable(medium));
     counts.free_runs = blocks_.free_runs(medium);
-    stats.metadata_bytes +=
-        blocks.metadata_bytes() + blocks_.pieces(medium).metadata_bytes() + blocks_.readers(medium).metadata_bytes();
+    stats.metadata_bytes += blocks.metadata_bytes() + blocks_.pieces(medium).metadata_bytes();
   }
   for (int value_class = 0; value_class < kValueClassCount; ++value_class) {
     stats.index_blocks += index_.pages(static_cast<ValueClass>(value_class));
