@@ -41,6 +41,19 @@ def leftovers_of(store: DirectoryStore) -> list[Path]:
     return sorted(Path(store.path).glob("*/.*.new"))
 
 
+def read(store: DirectoryStore, number: int, size: int = 1000, pieces: int = 1) -> bytes | None:
+    into = room(size, pieces)
+    return joined(into) if store.get([key(number)], [into]) == [True] else None
+
+
+def stored(store: DirectoryStore, number: int = 1) -> Path:
+    """Stores a block; its file."""
+    before = set(files_of(store))
+    assert store.put([key(number)], [content(number)]) == 1
+    (file,) = set(files_of(store)) - before
+    return file
+
+
 class MemoryStore:
     """Keeps blocks in a dict. Reads and writes can be held up, and fail."""
 

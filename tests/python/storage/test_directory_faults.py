@@ -8,31 +8,12 @@ import os
 from pathlib import Path
 
 import pytest
-from storage_kit import content, files_of, joined, key, leftovers_of, room
+from storage_kit import content, files_of, joined, key, leftovers_of, read, room, stored
 
 import kvpool
 from kvpool.storage import DirectoryStore
 from kvpool.storage import directory as directory_module
 from kvpool.storage.block_file import HEADER_BYTES
-
-
-@pytest.fixture
-def store(tmp_path):
-    with DirectoryStore(tmp_path / "store") as opened:
-        yield opened
-
-
-def read(store: DirectoryStore, number: int, size: int = 1000, pieces: int = 1) -> bytes | None:
-    into = room(size, pieces)
-    return joined(into) if store.get([key(number)], [into]) == [True] else None
-
-
-def stored(store: DirectoryStore, number: int = 1) -> Path:
-    """Stores a block; its file."""
-    before = set(files_of(store))
-    assert store.put([key(number)], [content(number)]) == 1
-    (file,) = set(files_of(store)) - before
-    return file
 
 
 def damaged(file: Path, how: str) -> None:
