@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from kit import LONG
+from kit import repeats
 from policy.migration_kit import BLOCK, Town
 
 import kvpool
 from kvpool.policy import cost, mell
 from kvpool.policy import migration as policy
 
-SEEDS = range(3000 if LONG else 40)
+SEEDS = range(repeats(40, long=3000))
 
 
 def moves_of(town):
