@@ -62,6 +62,9 @@ void bind_transfer(pybind11::module_& module, PoolClass& pool);
 void bind_peer_match(pybind11::module_& module, PoolClass& pool);
 void bind_received(pybind11::module_& module, PoolClass& pool);
 
+// SHA-256 of the C++ sources that this module is compiled from: cmake/sources_digest.cmake.
+extern const char* const kSourcesDigest;
+
 // A setting.
 HugePages huge_pages_named(const std::string& name);
 
