@@ -24,7 +24,7 @@ def describe() -> dict[str, Any]:
         "kernel": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "kvpool": _core.__version__,
-        "commit": revision(),
+        "commit": revision(compiled=_core.build_info().get("sources", "")),
         "compiler": _core.build_info().get("compiler", ""),
         **{name: version for name in _PACKAGES if (version := _version(name))},
     }

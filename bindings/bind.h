@@ -31,6 +31,7 @@ void bind_keyed_index(pybind11::module_& module);
 void bind_keyed_cache(pybind11::module_& module);  // after bind_pool and bind_keyed_index
 void bind_heartbeat(pybind11::module_& module);
 void bind_machine(pybind11::module_& module);
+void bind_collection(pybind11::module_& module);
 void bind_reshard(pybind11::module_& module);
 void bind_space(pybind11::module_& module);       // before bind_pool
 void show_signatures(pybind11::module_& module);  // after all of them
@@ -60,6 +61,9 @@ void bind_ranks(pybind11::module_& module, PoolClass& pool);
 void bind_transfer(pybind11::module_& module, PoolClass& pool);
 void bind_peer_match(pybind11::module_& module, PoolClass& pool);
 void bind_received(pybind11::module_& module, PoolClass& pool);
+
+// SHA-256 of the C++ sources that this module is compiled from: cmake/sources_digest.cmake.
+extern const char* const kSourcesDigest;
 
 // A setting.
 HugePages huge_pages_named(const std::string& name);

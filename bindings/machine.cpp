@@ -33,6 +33,7 @@ void bind_machine(py::module_& module) {
         info["build_type"] = KVPOOL_BUILD_TYPE;
         info["cuda_compiler"] = KVPOOL_CUDA_COMPILER_VERSION;
         info["cuda_kernels"] = cuda::kernel_targets();
+        info["sources"] = kSourcesDigest;
         return info;
       },
       "How this extension was built.");

@@ -7,6 +7,7 @@ PYBIND11_MODULE(_core, module) {
   module.attr("__version__") = KVPOOL_VERSION;
   kvpool::bindings::bind_errors(module);
   kvpool::bindings::bind_machine(module);
+  kvpool::bindings::bind_collection(module);
   kvpool::bindings::bind_heartbeat(module);
   kvpool::bindings::bind_addresses(module);
   kvpool::bindings::bind_handles(module);

@@ -21,7 +21,7 @@ CACHE_BUGS: Final = (
         "blocks",
         "blocks are sent before their content is there (A17)",
         in_cpp(
-            "blocks/cache_blocks.cpp",
+            "blocks/cache_blocks_read.cpp",
             "      if (state != BlockState::kQuarantined) check_filled(addresses[i], i);\n",
             "",
         ),

@@ -359,7 +359,7 @@ MULTIPLEXING_BUGS: Final = (
         "sim",
         "a stopped request is computed again without what it had made, and goes on without that memory",
         in_python(
-            "sim/multiplexing_mesh.py", "        return self.prompt + self.made\n", "        return self.prompt\n"
+            "sim/multiplexing_requests.py", "        return self.prompt + self.made\n", "        return self.prompt\n"
         ),
         _MESH,
         build="python",

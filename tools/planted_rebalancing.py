@@ -14,6 +14,7 @@ _TURNS: Final = ("python/policy/test_rebalancing_turns.py", "python/control/test
 _KILLED: Final = ("multiprocess/test_planner_kill.py",)
 _PLAN: Final = ("python/policy/test_rebalancing_plan.py",)
 _EPOCHS: Final = ("python/control/test_rebalancing.py",)
+_ENDS: Final = ("python/control/test_rebalancing_ends.py",)
 _ACCEPT: Final = "if plan.planner != planner or plan.number <= self.accepted:"
 _NEWEST: Final = "if any(plan.number < state.last for state in others):"
 _NEW_TERM: Final = "            term += 1 + (self._instance - term - 1) % _INSTANCES\n"
@@ -114,7 +115,7 @@ REBALANCING_BUGS: Final = (
         in_python(
             "policy/rebalancing/plan.py", "(self.moves or self.placed or self.ends)", "(self.moves or self.placed)"
         ),
-        _EPOCHS,
+        _ENDS,
         build="python",
     ),
     Bug(
@@ -122,7 +123,7 @@ REBALANCING_BUGS: Final = (
         "control",
         "an instance does not say that a request is on its way to it: it is asked to end, again and again",
         in_python("control/rebalancing/epochs.py", "            len(arriving),\n", "            0,\n"),
-        _EPOCHS,
+        _ENDS,
         build="python",
     ),
     Bug(

@@ -156,7 +156,7 @@ ROUTING_BUGS: Final[tuple[Bug, ...]] = (
             "left = self._batching.batch_tokens - len(self._running)",
             "left = self._batching.batch_tokens",
         ),
-        ("python/sim/test_cluster.py",),
+        ("python/sim/test_cluster_chunks.py",),
         build="python",
     ),
 )

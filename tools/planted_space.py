@@ -96,7 +96,7 @@ SPACE_BUGS: Final = (
         "read-blocks-count-as-given-up-for-ever",
         "blocks",
         "blocks that were freed while a transfer read them count as historical when they are active again (Z4)",
-        in_cpp("blocks/cache_blocks.cpp", "    --unread_[medium];\n", ""),
+        in_cpp("blocks/cache_blocks_read.cpp", "    --unread_[medium];\n", ""),
         ("cache_blocks_test.cpp",),
     ),
     Bug(

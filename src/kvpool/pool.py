@@ -20,6 +20,7 @@ from kvpool.errors import ArgumentError, ArgumentTypeError, StateError, Unsuppor
 from kvpool.index import EventStream, MatchReport
 from kvpool.peers import Attachment, Inbox, NetworkedPool, Peers, Ranks
 from kvpool.peers.attach import attach
+from kvpool.peers.ranks import check_parallel
 from kvpool.transfer import Batch, ParallelConfig
 from kvpool.types import HBM, KVLayout, OneMedium, RawLayout, SettingArguments, TokenVector
 from kvpool.types.memories import one_medium, ordinal_of
@@ -103,7 +104,7 @@ class Pool(NetworkedPool):
             raise ArgumentError(
                 "engine_allocates is for adopted tensors: give them as hbm, or to the ranks of `parallel`"
             )
-        _check_parallel(parallel, layout, device, hbm)
+        check_parallel(parallel, layout, device, hbm)
         self._begin(
             layout, load(**settings), parallel, hbm_blocks=hbm_blocks, dram_blocks=dram_blocks, adopted=hbm,
             block_dim=block_dim, engine_allocates=engine_allocates, device=ordinal,
@@ -391,14 +392,3 @@ class Pool(NetworkedPool):
 
 def _attend_threads(settings: Settings) -> int:
     return settings.attend_threads or min(len(os.sched_getaffinity(0)), 256)
-
-
-def _check_parallel(parallel: object, layout: KVLayout | RawLayout, device: str, hbm: Sequence[Any] | None) -> None:
-    if parallel is None:
-        return
-    if not isinstance(parallel, ParallelConfig):
-        raise ArgumentTypeError(f"parallel must be a ParallelConfig, not {type(parallel).__name__}")
-    if isinstance(layout, RawLayout):
-        raise ArgumentError("only a KVLayout can be shared among ranks: a RawLayout does not say where heads begin")
-    if hbm is not None or device != "cpu":
-        raise ArgumentError("the memory of a logical instance is its ranks': give hbm and device to RankArena.join")

@@ -6,110 +6,20 @@
 #include <sys/resource.h>
 #include <sys/stat.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <filesystem>
-#include <fstream>
 #include <memory>
-#include <stdexcept>
 #include <string>
-#include <utility>
 #include <vector>
 
+#include "arena_kit.h"
 #include "child_process.h"
 #include "kvpool/arena/commit.h"
 #include "kvpool/base/address.h"
 #include "kvpool/base/error.h"
 
-namespace kvpool {
+namespace kvpool::testing {
 namespace {
-
-constexpr const char* kLabel = "kvpool-arena-test";
-constexpr int kMadvPopulateWrite = 23;
-constexpr int kMadvCollapse = 25;
-constexpr int kAdviceArgument = 2;
-
-ArenaOptions options_of(std::uint32_t blocks, std::vector<std::size_t> segment_bytes) {
-  ArenaOptions options;
-  options.blocks = blocks;
-  options.segment_bytes = std::move(segment_bytes);
-  options.label = kLabel;
-  if (!test::kChildMayStartThreads) {
-    options.commit_threads = 1;
-  }
-  return options;
-}
-
-std::size_t page() { return static_cast<std::size_t>(sysconf(_SC_PAGESIZE)); }
-
-int open_descriptors() {
-  return static_cast<int>(std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {}));
-}
-
-int mappings_of_arenas() {
-  std::ifstream maps("/proc/self/maps");
-  int count = 0;
-  for (std::string line; std::getline(maps, line);) {
-    count += line.find(kLabel) != std::string::npos ? 1 : 0;
-  }
-  return count;
-}
-
-// Address space that is held without being usable.
-std::uint64_t reserved_bytes() {
-  std::ifstream maps("/proc/self/maps");
-  std::uint64_t bytes = 0;
-  for (std::string line; std::getline(maps, line);) {
-    if (line.find(" ---p ") != std::string::npos) {
-      bytes += std::stoull(line.substr(line.find('-') + 1), nullptr, 16) - std::stoull(line, nullptr, 16);
-    }
-  }
-  return bytes;
-}
-
-// The error that making an arena throws. Nothing may be left of the arena.
-Error error_of(const ArenaOptions& options) {
-  const int descriptors = open_descriptors();
-  const int mappings = mappings_of_arenas();
-  try {
-    make_owned_arena(options);
-  } catch (const Error& error) {
-    if (open_descriptors() != descriptors || mappings_of_arenas() != mappings) {
-      throw std::logic_error("an arena that failed has left something behind");  // is seen from a forked child, too
-    }
-    return error;
-  }
-  throw std::logic_error("an arena that should have failed was made");
-}
-
-std::int64_t field_of(const Error& error, const std::string& name) {
-  for (const auto& [key, value] : error.fields()) {
-    if (key == name) {
-      return value;
-    }
-  }
-  return -1;
-}
-
-bool is_zero(const Arena& arena) {
-  const std::byte* base = arena.segments().front().base;
-  return std::all_of(base, base + arena.payload_bytes(), [](std::byte byte) { return byte == std::byte{0}; });
-}
-
-// Writes and reads back a byte of every page, as a user would.
-bool is_usable(const Arena& arena) {
-  std::byte* base = arena.segments().front().base;
-  for (std::size_t at = 0; at < arena.mapped_bytes(); at += 512) {
-    base[at] = static_cast<std::byte>(at / 512 % 251);
-  }
-  for (std::size_t at = 0; at < arena.mapped_bytes(); at += 512) {
-    if (base[at] != static_cast<std::byte>(at / 512 % 251)) {
-      return false;
-    }
-  }
-  return true;
-}
 
 TEST_CASE("an owned arena is one mapping, segment after segment, without gaps") {
   const auto arena = make_owned_arena(options_of(7, {4096, 100, 5000}));
@@ -333,75 +243,5 @@ TEST_CASE("an arena that a forked child makes itself is freed by the child") {
   CHECK(status == 0);
 }
 
-TEST_CASE("kernels without the newer calls still commit all of the memory") {
-  const std::vector<std::vector<unsigned>> unknown = {
-      {kMadvCollapse}, {kMadvPopulateWrite}, {kMadvCollapse, kMadvPopulateWrite}};
-  for (const std::vector<unsigned>& advices : unknown) {
-    for (const HugePages huge_pages : {HugePages::kAuto, HugePages::kNever}) {
-      const int status = test::run_in_child([&] {
-        std::vector<test::RefusedCall> refused;
-        for (const unsigned advice : advices) {
-          refused.push_back({.number = SYS_madvise, .argument = kAdviceArgument, .value = advice, .error = EINVAL});
-        }
-        if (!test::refuse_calls(refused)) {
-          return test::kChildSkipped;
-        }
-        ArenaOptions options = options_of(3, {kHugePageBytes + 5000});
-        options.huge_pages = huge_pages;
-        const auto arena = make_owned_arena(options);
-        struct stat file{};
-        const bool committed = fstat(arena->memfd(), &file) == 0 &&
-                               static_cast<std::size_t>(file.st_blocks) * 512 >= arena->mapped_bytes();
-        return committed && is_zero(*arena) && is_usable(*arena) ? 0 : 1;
-      });
-      CHECK((status == 0 || status == test::kChildSkipped));
-    }
-  }
-}
-
-TEST_CASE("required huge pages are an error where the kernel gives none") {
-  const int status = test::run_in_child([] {
-    if (!test::refuse_calls({{SYS_madvise, kAdviceArgument, MADV_HUGEPAGE, EINVAL},
-                             {SYS_madvise, kAdviceArgument, kMadvCollapse, ENOMEM}})) {
-      return test::kChildSkipped;
-    }
-    ArenaOptions options = options_of(40, {kHugePageBytes});
-    if (make_owned_arena(options)->huge_page_bytes() != 0) {
-      return test::kChildSkipped;  // a machine that gives them unasked
-    }
-    options.huge_pages = HugePages::kRequire;
-    const Error error = error_of(options);
-    return error.code() == ErrorCode::kUnsupported && field_of(error, "huge_page_bytes") == 0 ? 0 : 1;
-  });
-  CHECK((status == 0 || status == test::kChildSkipped));
-}
-
-TEST_CASE("running out of memory while an arena is committed is an error that leaves nothing") {
-  // The kernel says ENOMEM or, where a store would have met SIGBUS, EFAULT; an old kernel says ENOSPC.
-  const std::vector<std::vector<test::RefusedCall>> ways = {
-      {{SYS_madvise, kAdviceArgument, kMadvPopulateWrite, ENOMEM}},
-      {{SYS_madvise, kAdviceArgument, kMadvPopulateWrite, EFAULT}},
-      {{SYS_madvise, kAdviceArgument, kMadvPopulateWrite, EINVAL}, {.number = SYS_fallocate, .error = ENOSPC}}};
-  for (const auto& refused : ways) {
-    const int status = test::run_in_child([&] {
-      if (!test::refuse_calls(refused)) {
-        return test::kChildSkipped;
-      }
-      return error_of(options_of(3, {kHugePageBytes})).code() == ErrorCode::kOutOfMemory ? 0 : 1;
-    });
-    CHECK((status == 0 || status == test::kChildSkipped));
-  }
-}
-
-TEST_CASE("a kernel without memfd is an unsupported machine") {
-  const int status = test::run_in_child([] {
-    if (!test::refuse_calls({{.number = SYS_memfd_create, .error = ENOSYS}})) {
-      return test::kChildSkipped;
-    }
-    return error_of(options_of(3, {4096})).code() == ErrorCode::kUnsupported ? 0 : 1;
-  });
-  CHECK((status == 0 || status == test::kChildSkipped));
-}
-
 }  // namespace
-}  // namespace kvpool
+}  // namespace kvpool::testing

@@ -5,7 +5,9 @@
 
 #include <array>
 #include <memory>
+#include <optional>
 #include <thread>
+#include <utility>
 
 #include "fake_nccl.h"
 #include "kvpool/arena/device_arena.h"
@@ -106,6 +108,51 @@ TEST_CASE("a communicator that cannot be made, and staging memory without room, 
     CHECK(costs(0, 0, 0, kPassBytes));
     gpus.sender().let_go();
     CHECK(code_of([&] { gpus.sender().open(id, std::uint64_t{1} << 40, [] {}); }) == ErrorCode::kUnsupported);
+    CHECK(costs(0, 0, 0, 0));
+  }
+  CHECK(cuda.left() == "");
+}
+
+TEST_CASE("what communicators take that are made at once counts once") {
+  constexpr std::size_t kSmall = 64 << 10;
+  constexpr std::size_t kLarge = 256 << 10;
+  const FakeCuda cuda;
+  {
+    const DeviceArena arena({.blocks = 2, .segment_bytes = {kBlockBytes}, .device = 0});
+    const CudaContext& context = *arena.context();
+    const CurrentContext current(context, "a test");
+    std::array<CuPointer, 4> taken{};
+    const auto take = [&](std::size_t at, std::size_t bytes) {
+      REQUIRE(context.driver().mem_alloc(&taken.at(at), bytes) == kCudaSuccess);
+    };
+    const auto give_back = [&](std::size_t at) { context.driver().mem_free(taken.at(at)); };
+    {
+      CommunicatorCost one(context);
+      std::optional<CommunicatorCost> two(std::in_place, context);
+      one.measure([&] {
+        take(0, kSmall);
+        two->measure([&] { take(1, kLarge); });
+        CHECK(costs(0, 2, kSmall + kLarge, 0));
+      });
+      CHECK(costs(0, 2, kSmall + kLarge, 0));
+      CHECK(code_of([&] {
+              one.measure([&] {
+                two->measure([&] { take(2, kSmall); });
+                take(3, kLarge);
+                give_back(3);
+                throw Error(ErrorCode::kUnsupported, "a test");
+              });
+            }) == ErrorCode::kUnsupported);
+      CHECK(costs(0, 2, 2 * kSmall + kLarge, 0));
+      give_back(1);
+      give_back(2);
+      two.reset();
+      one.measure([] {});  // what was freed meanwhile is not owed to the next
+      one.measure([&] { take(3, kSmall); });
+      CHECK(costs(0, 1, kSmall, 0));
+      give_back(0);
+      give_back(3);
+    }
     CHECK(costs(0, 0, 0, 0));
   }
   CHECK(cuda.left() == "");

@@ -6,38 +6,23 @@
 
 #include "kvpool/base/error.h"
 #include "kvpool/pool/peer_claims.h"
+#include "pool_counts.h"
 #include "pool_fixture.h"
 #include "thrown.h"
 
 using namespace kvpool;           // NOLINT(google-build-using-namespace)
 using namespace kvpool::testing;  // NOLINT(google-build-using-namespace)
 
-namespace {
-
-std::shared_ptr<Pool> make_pool(std::uint32_t hbm, std::uint32_t dram) {
-  PoolOptions options = small_options(hbm, dram);
-  options.audit = true;
-  return std::make_shared<Pool>(options);
-}
-
-const MediumCounts& hbm(const PoolStats& stats) { return stats.media[Medium::kHbm]; }
-const MediumCounts& dram(const PoolStats& stats) { return stats.media[Medium::kDram]; }
-std::uint32_t in_state(const MediumCounts& counts, BlockState state) {
-  return counts.by_state[static_cast<std::size_t>(state)];
-}
-
-}  // namespace
-
 TEST_CASE("an allocation of both media takes HBM first and keeps the order") {
-  const auto pool = make_pool(4, 4);
+  const auto pool = audited_pool(4, 4);
   const Addresses blocks = alloc(*pool, 6, kMixed);
   for (std::size_t i = 0; i < 6; ++i) CHECK(medium_of(blocks[i]) == (i < 4 ? Medium::kHbm : Medium::kDram));
   pool->free(blocks.data(), blocks.size());
-  CHECK(hbm(pool->stats()).by_state[0] == 4);
+  CHECK(hbm_counts(pool->stats()).by_state[0] == 4);
 }
 
 TEST_CASE("no pool has blocks on DISK, and a request for one is refused") {
-  const auto pool = make_pool(4, 4);
+  const auto pool = audited_pool(4, 4);
   Addresses out(1);
   CHECK(pool->capacity(Medium::kDisk) == 0);
   CHECK(code_of([&] { pool->try_alloc(1, Medium::kDisk, out.data()); }) == ErrorCode::kUnsupported);
@@ -51,18 +36,18 @@ TEST_CASE("no pool has blocks on DISK, and a request for one is refused") {
 }
 
 TEST_CASE("an allocation that cannot be met throws with the counts and takes nothing") {
-  const auto pool = make_pool(4, 2);
+  const auto pool = audited_pool(4, 2);
   const Addresses kept = alloc(*pool, 3);
   Addresses out(4);
   CHECK_FALSE(pool->try_alloc(2, Medium::kHbm, out.data()));
   CHECK(code_of([&] { pool->alloc_evicting(2, Medium::kHbm, out.data()); }) == ErrorCode::kOutOfBlocks);
   CHECK(code_of([&] { pool->alloc_evicting(7, kMixed, out.data()); }) == ErrorCode::kOutOfBlocks);
-  CHECK(in_state(hbm(pool->stats()), BlockState::kActive) == 3);
-  CHECK(in_state(dram(pool->stats()), BlockState::kFree) == 2);
+  CHECK(count_in(hbm_counts(pool->stats()), BlockState::kActive) == 3);
+  CHECK(count_in(dram_counts(pool->stats()), BlockState::kFree) == 2);
 }
 
 TEST_CASE("free refuses what is stale, cached, foreign, made up or listed twice, and frees nothing then") {
-  const auto pool = make_pool(8, 0);
+  const auto pool = audited_pool(8, 0);
   const Addresses blocks = alloc(*pool, 4);
   const Held held = insert(pool, prompt(1, 1), {blocks[3]});
   const auto try_free = [&](Address bad) {
@@ -74,15 +59,15 @@ TEST_CASE("free refuses what is stale, cached, foreign, made up or listed twice,
   CHECK(try_free(make_address(7, Medium::kHbm, 1, 0)) == ErrorCode::kNotOwner);
   CHECK(try_free(make_address(0, Medium::kHbm, 1, 4000)) == ErrorCode::kArgument);
   CHECK(try_free(0) == ErrorCode::kArgument);
-  CHECK(try_free(blocks[0] + 7) == ErrorCode::kStaleAddress);                  // never allocated
-  CHECK(try_free(alloc(*make_pool(8, 0), 1)[0]) == ErrorCode::kStaleAddress);  // another pool's
-  CHECK(in_state(hbm(pool->stats()), BlockState::kActive) == 3);
+  CHECK(try_free(blocks[0] + 7) == ErrorCode::kStaleAddress);                     // never allocated
+  CHECK(try_free(alloc(*audited_pool(8, 0), 1)[0]) == ErrorCode::kStaleAddress);  // another pool's
+  CHECK(count_in(hbm_counts(pool->stats()), BlockState::kActive) == 3);
   pool->free(blocks.data(), 3);
   CHECK(try_free(blocks[2]) == ErrorCode::kStaleAddress);
 }
 
 TEST_CASE("a duplicate stays with the caller, or is freed if the caller asks for it") {
-  const auto pool = make_pool(8, 0);
+  const auto pool = audited_pool(8, 0);
   const Addresses first = alloc(*pool, 2);
   const Addresses second = alloc(*pool, 2);
   const Held stored = insert(pool, prompt(1, 2), first);
@@ -90,13 +75,13 @@ TEST_CASE("a duplicate stays with the caller, or is freed if the caller asks for
   CHECK(again.outcome.inserted == 0);
   CHECK(again.outcome.duplicates == second);
   CHECK(again.canonical == first);
-  CHECK(in_state(hbm(pool->stats()), BlockState::kActive) == 2);
+  CHECK(count_in(hbm_counts(pool->stats()), BlockState::kActive) == 2);
   const Held freed = insert(pool, prompt(1, 2), second, "", /*free_duplicates=*/true);
-  CHECK(in_state(hbm(pool->stats()), BlockState::kActive) == 0);
+  CHECK(count_in(hbm_counts(pool->stats()), BlockState::kActive) == 0);
 }
 
 TEST_CASE("a matched prefix can be inserted again with the pages behind it") {
-  const auto pool = make_pool(8, 0);
+  const auto pool = audited_pool(8, 0);
   insert(pool, prompt(1, 2), alloc(*pool, 2));
   const Found found = match(pool, prompt(1, 3));
   REQUIRE(found.hit.pages == 2);
@@ -109,7 +94,7 @@ TEST_CASE("a matched prefix can be inserted again with the pages behind it") {
 }
 
 TEST_CASE("a cached block cannot be inserted as another page") {
-  const auto pool = make_pool(8, 0);
+  const auto pool = audited_pool(8, 0);
   const Addresses blocks = alloc(*pool, 2);
   insert(pool, prompt(1, 2), blocks);
   CHECK(code_of([&] { insert(pool, prompt(2, 2), blocks); }) == ErrorCode::kState);
@@ -117,7 +102,7 @@ TEST_CASE("a cached block cannot be inserted as another page") {
 }
 
 TEST_CASE("a batch of insertions is all or nothing") {
-  const auto pool = make_pool(8, 0);
+  const auto pool = audited_pool(8, 0);
   const Addresses blocks = alloc(*pool, 3);
   const Tokens good = prompt(1, 2);
   const Tokens bad = prompt(2, 1);
@@ -126,11 +111,11 @@ TEST_CASE("a batch of insertions is all or nothing") {
                               {bad.data(), bad.size(), blocks.data() + 1, 1, canonical.data() + 2}};
   CHECK(code_of([&] { pool->insert("", items, false); }) == ErrorCode::kArgument);  // a block in both
   CHECK(match(pool, good).hit.pages == 0);
-  CHECK(in_state(hbm(pool->stats()), BlockState::kActive) == 3);
+  CHECK(count_in(hbm_counts(pool->stats()), BlockState::kActive) == 3);
 }
 
 TEST_CASE("allocation moves the coldest prompts to DRAM and drops the coldest of DRAM, bytes intact") {
-  const auto pool = make_pool(4, 4);
+  const auto pool = audited_pool(4, 4);
   for (Token id = 1; id <= 3; ++id) {
     const Addresses blocks = alloc(*pool, 4);
     for (std::size_t i = 0; i < 4; ++i) stamp(*pool, blocks[i], static_cast<std::uint64_t>(id) * 10 + i);
@@ -147,7 +132,7 @@ TEST_CASE("allocation moves the coldest prompts to DRAM and drops the coldest of
 }
 
 TEST_CASE("a pinned prompt is neither evicted, moved nor deleted") {
-  const auto pool = make_pool(4, 4);
+  const auto pool = audited_pool(4, 4);
   insert(pool, prompt(1, 4), alloc(*pool, 4));
   Found held = match(pool, prompt(1, 2));
   Addresses out(4);
@@ -159,115 +144,18 @@ TEST_CASE("a pinned prompt is neither evicted, moved nor deleted") {
   CHECK(pool->erase("", tokens.data(), tokens.size(), true) == 4);
 }
 
-TEST_CASE("a swap out of more than DRAM can hold moves what fits, and leaves the rest in place") {
-  const auto pool = make_pool(8, 3);
-  insert(pool, prompt(1, 2), alloc(*pool, 2));
-  REQUIRE(pool->swap_out(2).size() == 2);  // in the way
-  insert(pool, prompt(2, 8), alloc(*pool, 8));
-  CHECK(pool->swap_out(8).size() == 3);
-  const Found found = match(pool, prompt(2, 8));
-  REQUIRE(found.hit.pages == 8);
-  for (std::size_t i = 0; i < 8; ++i) CHECK(medium_of(found.addresses[i]) == (i < 5 ? Medium::kHbm : Medium::kDram));
-}
-
-TEST_CASE("long swaps and evictions go in batches and lose nothing") {
-  PoolOptions options = small_options(20000, 20000);
-  options.layout.piece_bytes = {8};
-  const auto pool = std::make_shared<Pool>(options);
-  for (Token id = 1; id <= 10; ++id) {
-    const Addresses blocks = alloc(*pool, 1500);
-    for (std::size_t i = 0; i < blocks.size(); ++i) stamp(*pool, blocks[i], static_cast<std::uint64_t>(id) * 10000 + i);
-    insert(pool, prompt(id, 1500), blocks);
-  }
-  CHECK(pool->swap_out(14000).size() == 14000);
-  for (Token id = 1; id <= 10; ++id) {
-    const Found found = match(pool, prompt(id, 1500));
-    REQUIRE(found.hit.pages == 1500);
-    for (std::size_t i = 0; i < 1500; ++i) {
-      REQUIRE(has_stamp(*pool, found.addresses[i], static_cast<std::uint64_t>(id) * 10000 + i));
-    }
-  }
-  CHECK(pool->evict(14500, kMixed) == 14500);
-  CHECK(in_state(hbm(pool->audit()), BlockState::kHistorical) == 500);
-}
-
-TEST_CASE("a swapped-in block can be read at its old address until the pins of that time are released") {
-  const auto pool = make_pool(4, 4);
-  const Addresses blocks = alloc(*pool, 2);
-  for (std::size_t i = 0; i < 2; ++i) stamp(*pool, blocks[i], 70 + i);
-  insert(pool, prompt(1, 2), blocks);
-  REQUIRE(pool->swap_out(2).size() == 2);
-
-  Found before = match(pool, prompt(1, 2));
-  Addresses hot(2);
-  Pins pins(pool, pool->swap_in(before.addresses, {}, hot.data()));
-  Found after = match(pool, prompt(1, 2));
-  CHECK(after.addresses == hot);
-  for (std::size_t i = 0; i < 2; ++i) {
-    CHECK(has_stamp(*pool, before.addresses[i], 70 + i));
-    CHECK(has_stamp(*pool, hot[i], 70 + i));
-  }
-  CHECK(in_state(dram(pool->stats()), BlockState::kHistorical) == 2);
-  Addresses again(2);
-  {
-    Pins more(pool, pool->swap_in(before.addresses, {}, again.data()));
-  }  // by the addresses of the open match
-  CHECK(again == hot);
-  const Addresses both = {before.addresses[0], hot[0]};
-  CHECK(code_of([&] { Pins none(pool, pool->swap_in(both, {}, again.data())); }) == ErrorCode::kArgument);
-  CHECK(insert(pool, prompt(1, 2), before.addresses).canonical == hot);  // the caller's prefix, by its old address
-  after.pins.release();
-  CHECK(in_state(dram(pool->stats()), BlockState::kHistorical) == 2);
-  before.pins.release();
-  CHECK(in_state(dram(pool->audit()), BlockState::kFree) == 4);
-}
-
-TEST_CASE("a prompt that was cut while its blocks were in limbo still releases them") {
-  const auto pool = make_pool(8, 8);
-  insert(pool, prompt(1, 4), alloc(*pool, 4));
-  REQUIRE(pool->swap_out(4).size() == 4);
-  Found before = match(pool, prompt(1, 4));
-  Addresses hot(4);
-  Pins pins(pool, pool->swap_in(before.addresses, {}, hot.data()));
-  Tokens branch = prompt(1, 2);
-  const Tokens tail = prompt(9, 2);
-  branch.insert(branch.end(), tail.begin(), tail.end());
-  Addresses whole = {hot[0], hot[1]};
-  const Addresses fresh = alloc(*pool, 2);
-  whole.insert(whole.end(), fresh.begin(), fresh.end());
-  insert(pool, branch, whole);
-  before.pins.release();
-  CHECK(in_state(dram(pool->audit()), BlockState::kFree) == 8);
-}
-
-TEST_CASE("swap_in makes room by moving others down, and fails as a whole when it cannot") {
-  const auto pool = make_pool(4, 8);
-  insert(pool, prompt(1, 4), alloc(*pool, 4));
-  insert(pool, prompt(2, 4), alloc(*pool, 4));  // pushes the first down
-  Found cold = match(pool, prompt(1, 4));
-  REQUIRE(medium_of(cold.addresses[0]) == Medium::kDram);
-  Addresses hot(4);
-  {
-    const Found hog = match(pool, prompt(2, 4));
-    CHECK(code_of([&] { Pins none(pool, pool->swap_in(cold.addresses, {}, hot.data())); }) == ErrorCode::kOutOfBlocks);
-    CHECK(match(pool, prompt(1, 4)).addresses == cold.addresses);
-  }
-  Pins pins(pool, pool->swap_in(cold.addresses, {}, hot.data()));
-  CHECK(medium_of(match(pool, prompt(2, 4)).addresses[0]) == Medium::kDram);
-}
-
 TEST_CASE("addresses on other instances are kept as they are and hold no memory here") {
-  const auto pool = make_pool(4, 0);
+  const auto pool = audited_pool(4, 0);
   const Addresses remote = {make_address(5, Medium::kDram, 3, 11), make_address(6, Medium::kHbm, 1, 2)};
   {
     const Held held = insert(pool, prompt(1, 2), remote);
   }
   CHECK(match(pool, prompt(1, 2)).addresses == remote);
-  CHECK(in_state(hbm(pool->audit()), BlockState::kFree) == 4);
+  CHECK(count_in(hbm_counts(pool->audit()), BlockState::kFree) == 4);
 }
 
 TEST_CASE("a prompt that was used in DRAM outlives one that was moved there later and not used since") {
-  const auto pool = make_pool(1, 2);
+  const auto pool = audited_pool(1, 2);
   for (Token id = 1; id <= 3; ++id) insert(pool, prompt(id, 1), alloc(*pool, 1));
   // 1 and 2 are in DRAM, 3 in HBM. 1 is used; then room is made for a fourth: of DRAM, 2 is the coldest.
   REQUIRE(medium_of(match(pool, prompt(1, 1)).addresses[0]) == Medium::kDram);
@@ -281,7 +169,7 @@ TEST_CASE("a prompt that was used in DRAM outlives one that was moved there late
 }
 
 TEST_CASE("deleting a partly cached prompt leaves its siblings alone") {
-  const auto pool = make_pool(8, 0);
+  const auto pool = audited_pool(8, 0);
   for (Token id = 2; id <= 3; ++id) {
     Tokens tokens = prompt(1, 1);
     const Tokens tail = prompt(id, 1);
@@ -372,7 +260,7 @@ TEST_CASE("adopted memory: states follow the engine's calls, and its blocks are 
 }
 
 TEST_CASE("a closed pool refuses every verb, and its pins can still be released") {
-  const auto pool = make_pool(4, 0);
+  const auto pool = audited_pool(4, 0);
   Held held = insert(pool, prompt(1, 2), alloc(*pool, 2));
   const auto arena = pool->arena(Medium::kHbm);
   pool->close();
@@ -386,7 +274,7 @@ TEST_CASE("a closed pool refuses every verb, and its pins can still be released"
 }
 
 TEST_CASE("in a forked child every verb throws and teardown leaves the parent alone") {
-  auto pool = make_pool(4, 0);
+  auto pool = audited_pool(4, 0);
   auto held = std::make_unique<Held>(insert(pool, prompt(1, 2), alloc(*pool, 2)));
   const pid_t child = fork();
   if (child == 0) {

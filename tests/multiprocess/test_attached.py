@@ -16,14 +16,14 @@ import pytest
 from attached import CLUSTER_LEASE, LINK_LEASE, eventually, home_of, send_by_name
 from cluster.kit import LocalPlace
 from crew import near_nursery
-from victims import LONG, blocks_at_peers, check, seed_of, send_for_ever, stamp, things
+from victims import blocks_at_peers, check, repeats, seed_of, send_for_ever, stamp, things
 
 import kvpool
 
 __all__ = ["near_nursery"]
 
-KILLS = 300 if LONG else 6  # a role
-STOPS = 60 if LONG else 2
+KILLS = repeats(6, long=300)  # a role
+STOPS = repeats(2, long=60)
 MET_AGAIN_SECONDS = 60.0  # generous: a restarted member is reconnected at once
 
 

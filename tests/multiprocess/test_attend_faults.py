@@ -17,15 +17,15 @@ from crew import far_nursery, near_nursery, survivor_of
 from test_kill import LEASE, TOLD_SECONDS, moment, nursery_of, until_released
 from test_stop import take_all
 from victims import LEASE as SHORT_LEASE
-from victims import LONG, Victim, eventually, seed_of
+from victims import Victim, eventually, repeats, seed_of
 
 import kvpool
 
 __all__ = ["far_nursery", "near_nursery"]
 
 ROUTES = ["shm", "sock-unix", "sock-tcp"]  # what is attended to there, or read from here, does not depend on the others
-KILLS = 100 if LONG else 4
-STOPS = 20 if LONG else 2
+KILLS = repeats(4, long=100)
+STOPS = repeats(2, long=20)
 LENT = 12  # blocks: with as many here, a part of the 48 that each pool has
 TOKENS = 16 * LENT
 MINE = 5.0  # the survivor's value

@@ -20,11 +20,11 @@ from attached import CLUSTER_LEASE, Traffic, eventually, home_of, ids, send_by_n
 from cluster.kit import LocalPlace
 from cluster.own_etcd import own, own_etcd
 from crew import near_nursery
-from victims import LONG, Nursery, Victim, seed_of
+from victims import Nursery, Victim, repeats, seed_of
 
 __all__ = ["near_nursery", "own", "own_etcd"]
 
-KILLS = 1000 if LONG else 15  # by each of two tests
+KILLS = repeats(15, long=1000)  # by each of two tests
 LINK_LEASE = 60.0  # nothing here may end by it
 
 # The first member makes the cluster, then enters it and leaves it all the time. Tells the secret, and each of its ids.

@@ -14,13 +14,13 @@ import time
 
 import pytest
 from crew import ROUTES, Survivor, far_nursery, near_nursery, reading, survivor_of
-from victims import LONG, Nursery, Victim, blocks_at_peers, eventually, seed_of, send_for_ever
+from victims import Nursery, Victim, blocks_at_peers, eventually, repeats, seed_of, send_for_ever
 
 import kvpool
 
 __all__ = ["far_nursery", "near_nursery"]
 
-KILLS = 200 if LONG else 6  # a role and route: 30 and 1,000 a role in all
+KILLS = repeats(6, long=200)  # a role and route: 30 and 1,000 a role in all
 LEASE = 60.0  # whatever is noticed here is not noticed by it
 TOLD_SECONDS = 10.0  # promised: 0.1, for a connection that is reset
 RELEASED_SECONDS = 30.0  # promised: 5

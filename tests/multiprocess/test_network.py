@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from crew import Survivor, far_nursery, near_nursery, reading, survivor_of
 from proxy import Proxy
-from victims import LEASE, LONG, Nursery, Victim, blocks_at_peers, check, eventually, seed_of, stamp
+from victims import LEASE, Nursery, Victim, blocks_at_peers, check, eventually, repeats, seed_of, stamp
 
 import kvpool
 
@@ -75,7 +75,7 @@ def test_both_sides_notice_a_reset_within_a_transfer_and_reconnect(wired, reques
     dice = random.Random(seed_of(request))
     pool = wired.pool
     with reading(pool) as reader:
-        for round_ in range(1, 200 if LONG else 8):
+        for round_ in range(1, repeats(8, long=200)):
             assert wired.victim("len(pool.alloc(3, instance='survivor'))") == 3
             wired.proxy.limit(dice.randrange(24 * 128 * 1024 + 500))  # anywhere in its bytes
             wired.victim.send(
@@ -158,7 +158,7 @@ def test_peers_reconnect_after_a_flapping_cable(wired, request):
     dice = random.Random(seed_of(request))
     pool = wired.pool
     addrs = pool.alloc(4)
-    for flap in range(1, 500 if LONG else 12):
+    for flap in range(1, repeats(12, long=500)):
         wired.proxy.hold(up=dice.random() < 0.7, down=dice.random() < 0.7)
         time.sleep(LEASE * dice.choice([0.1, 0.1, 0.4, 1.3]))
         wired.proxy.hold(up=False, down=False)

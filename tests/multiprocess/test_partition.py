@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import pytest
 from transfer.kit import SECRET
-from victims import LEASE, LONG, Nursery, Victim, eventually, seed_of
+from victims import LEASE, Nursery, Victim, eventually, repeats, seed_of
 
 import kvpool
 
@@ -171,7 +171,7 @@ def transfer_when_healed(ends, number, healed):
 
 def test_peers_reconnect_after_flapping(ends, request):
     dice = random.Random(seed_of(request))
-    for flap in range(500 if LONG else 12):
+    for flap in range(repeats(12, long=500)):
         ends.cut(a_to_b=dice.random() < 0.7, b_to_a=dice.random() < 0.7)
         time.sleep(LEASE * dice.choice([0.1, 0.3, 0.6, 1.5]))
         ends.heal()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from crew import far_nursery, near_nursery, reading, survivor_of, unix_address
 from transfer.kit import SECRET, fill, small_pool
-from victims import LONG, blocks_at_peers, check, eventually, seed_of, stamp
+from victims import blocks_at_peers, check, eventually, repeats, seed_of, stamp
 
 import kvpool
 
@@ -87,7 +87,7 @@ def test_a_transfer_can_be_cancelled_at_any_moment_and_ends_once(route, nursery,
         addrs = pool.alloc(24)
         theirs = pool.alloc(8, instance="victim")
         ends = dict.fromkeys(["done", "cancelled", "full"], 0)
-        for number in range(1, 3000 if LONG else 150):
+        for number in range(1, repeats(150, long=3000)):
             # By a socket only what it takes at once: a frame that is cut short ends the link, which is tested below.
             own = addrs[: 1 if route.startswith("sock") else dice.choice([1, 8, 24])]
             stamp(pool, own, number)
@@ -141,7 +141,7 @@ def start_one(kind, pool, own, theirs, number, dice):
 def test_cancelling_within_a_frame_keeps_the_connection(route, nursery, request):
     """It is finished for the sake of all others: lent blocks stay lent, and other transfers go on."""
     dice = random.Random(seed_of(request))
-    rounds = 1000 if LONG else 200
+    rounds = repeats(200, long=1000)
     lost = 0
     with survivor_of(route, nursery, lease_s=LEASE) as survivor, nursery.victim() as victim:
         survivor.greet(victim)
@@ -216,7 +216,7 @@ def test_a_pool_may_be_closed_at_any_moment(route, who, nursery, request):
     dice = random.Random(seed_of(request))
     with survivor_of(route, nursery, lease_s=LEASE) as survivor, reading(survivor.pool) as reader:
         pool = survivor.pool
-        for life in range(1, 50 if LONG else 5):
+        for life in range(1, repeats(5, long=50)):
             with nursery.victim() as victim:
                 survivor.greet(victim)
                 if who == "sender":

@@ -22,7 +22,7 @@ from crew import far_nursery, near_nursery
 from kit import DEVICE
 from transfer.kit import eventually, route_or_skip
 from transfer.ranks_kit import Instance, grown, left, left_in, things
-from victims import LONG, Nursery, Victim, seed_of
+from victims import Nursery, Victim, repeats, seed_of
 
 import kvpool
 from kvpool import KVLayout, ParallelConfig
@@ -30,8 +30,8 @@ from kvpool import KVLayout, ParallelConfig
 __all__ = ["far_nursery", "near_nursery"]
 
 LEASE = 3.0  # a machine that stops a process for a second, as a busy one does, ends none
-KILLS = 200 if LONG else 2  # a role and route
-STOPS = 40 if LONG else 1
+KILLS = repeats(2, long=200)  # a role and route
+STOPS = repeats(1, long=40)
 ROUTES = ["shm", "cma", "sock-unix", "sock-tcp"] if DEVICE == "cpu" else ["cuda_ipc", "sock-unix", "sock-tcp"]
 ROLES = ["rank", "scheduler", "pool"]
 LAYOUT = KVLayout(layers=4, kv_heads=4, head_dim=64, dtype="float16", block_tokens=128)  # a block of 512 KiB

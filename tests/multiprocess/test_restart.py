@@ -13,13 +13,13 @@ import time
 import pytest
 from crew import far_nursery, near_nursery, reading, survivor_of, unix_address
 from transfer.kit import SECRET
-from victims import LONG, await_no_peers, big_pool, blocks_at_peers, call, eventually, stamp, things
+from victims import await_no_peers, big_pool, blocks_at_peers, call, eventually, repeats, stamp, things
 
 import kvpool
 
 __all__ = ["far_nursery", "near_nursery"]
 
-RESTARTS = 1000 if LONG else 10
+RESTARTS = repeats(10, long=1000)
 ROUTES = ["shm", "sock-unix", "sock-tcp"]
 
 

@@ -14,14 +14,14 @@ import pytest
 from attached import CLUSTER_LEASE, LINK_LEASE, eventually
 from cluster.kit import LocalPlace
 from crew import near_nursery
-from victims import LONG, big_pool, check, seed_of, stamp
+from victims import big_pool, check, repeats, seed_of, stamp
 
 import kvpool
 from kvpool.control.lending import Lending
 
 __all__ = ["near_nursery"]
 
-KILLS = 40 if LONG else 2
+KILLS = repeats(2, long=40)
 BLOCKS, OWED = 24, 8
 OPTIONS = {"medium": kvpool.HBM, "tail": 1, "settle_min": 1, "settle_blocks": 2}
 

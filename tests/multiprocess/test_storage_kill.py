@@ -14,12 +14,12 @@ from collections.abc import Iterator
 
 import forked
 import pytest
-from victims import LONG, seed_of
+from victims import repeats, seed_of
 
 import kvpool
 from kvpool.storage import DirectoryStore, Storage
 
-KILLS = 300 if LONG else 12
+KILLS = repeats(12, long=300)
 LAYOUT = kvpool.RawLayout(block_bytes=192 << 10, block_tokens=4)
 BLOCKS = 3  # of each prompt
 

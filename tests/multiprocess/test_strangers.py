@@ -23,7 +23,7 @@ from crew import Survivor, far_nursery, near_nursery, reading, survivor_of, unix
 from proxy import Proxy
 from relay import Relay
 from transfer.kit import SECRET, content, fill, prompt, small_pool
-from victims import LONG, Nursery, big_pool, blocks_at_peers, eventually, seed_of, things
+from victims import Nursery, big_pool, blocks_at_peers, eventually, repeats, seed_of, things
 
 import kvpool
 
@@ -111,8 +111,8 @@ def test_garbage_at_every_stage_of_the_handshake_is_answered_by_hanging_up(survi
         b"GET / HTTP/1.1\r\n\r\n", b"\0" * HELLO_BYTES, b"KVPL" + b"\xff" * 40, hello(SERVER, channel),
         hello(CLIENT, 3 - channel), hello(CLIENT, channel, 0, 0), hello(CLIENT, channel, 9, 3),
         good + b"\0" * 32, good + b"\xff" * 4096,
-        *(good + dice.randbytes(dice.randrange(32, 3000)) for _ in range(200 if LONG else 10)),
-        *(dice.randbytes(dice.randrange(HELLO_BYTES, 500)) for _ in range(200 if LONG else 10)),
+        *(good + dice.randbytes(dice.randrange(32, 3000)) for _ in range(repeats(10, long=200))),
+        *(dice.randbytes(dice.randrange(HELLO_BYTES, 500)) for _ in range(repeats(10, long=200))),
     ]  # fmt: skip
     for opening in openings:
         with contextlib.closing(dial(survivor.address)) as stranger:
@@ -218,7 +218,7 @@ def test_bytes_that_change_on_the_way_are_never_delivered(far_nursery, request):
     ):
         pool = survivor.pool
         victim("pool = big_pool(name='victim', **options)\nNone", options=survivor.options)
-        for flip in range(1, 1000 if LONG else 15):
+        for flip in range(1, repeats(15, long=1000)):
             wait = dice.randrange(0, 1 << dice.randrange(4, 22))
 
             def mangle(data: bytes) -> bytes:

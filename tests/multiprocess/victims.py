@@ -39,13 +39,13 @@ from deeds import (
     stamp,
     things,
 )  # fmt: skip
-from kit import LONG
+from kit import LONG, repeats
 from transfer.kit import Remote, blocks_at_peers, eventually, obey, wait_for
 
 __all__ = [
     "LEASE", "LONG", "Nursery", "Reader", "Victim", "await_no_peers", "big_pool", "blocks_at_peers", "call", "check",
-    "dropped", "eventually", "receive_for_ever", "seed_of", "send_and_come_back", "send_for_ever", "send_some",
-    "soak", "stamp", "things", "wait_for",
+    "dropped", "eventually", "receive_for_ever", "repeats", "seed_of", "send_and_come_back", "send_for_ever",
+    "send_some", "soak", "stamp", "things", "wait_for",
 ]  # fmt: skip
 
 _CLONE_NEWNET = 0x40000000

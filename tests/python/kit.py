@@ -21,6 +21,16 @@ DEVICE = os.environ.get("KVPOOL_TEST_DEVICE", "cpu")  # of the pools below: the 
 BLOCK = 4  # tokens in a block of the layouts below
 
 
+def repeats(usual: int, *, long: int) -> int:
+    """How many examples a test tries, or how often it kills or cuts off something.
+
+    `long` times with KVPOOL_LONG=1, but no more than KVPOOL_LONG_EXAMPLES says, and never fewer than usual.
+    """
+    if not LONG:
+        return usual
+    return max(usual, min(long, int(os.environ.get("KVPOOL_LONG_EXAMPLES") or long)))
+
+
 def small_layout(**changes: Any) -> kvpool.KVLayout:
     return kvpool.KVLayout(
         **({"layers": 2, "kv_heads": 2, "head_dim": 4, "dtype": "float32", "block_tokens": BLOCK} | changes)

@@ -7,6 +7,7 @@ from itertools import pairwise
 from hypothesis import strategies as st
 
 from kvpool.policy import mell
+from kvpool.policy.mell import Boundaries, ComputeProfile
 
 CAPACITY = 240  # divisible by 2, 3, 4 and 8
 
@@ -128,3 +129,29 @@ def operations(capacity=CAPACITY):
     """(kind, number of the request, size): arrivals a little more often than departures."""
     kinds = st.sampled_from(["arrive", "arrive", "arrive", "grow", "grow", "depart", "depart"])
     return st.tuples(kinds, st.integers(0, 10_000), sizes(capacity))
+
+
+# ---- boundaries of what moves in an epoch
+
+
+def links(source, destination):
+    """Machines of two GPUs: within one its own bus, between two the network of either."""
+    first, second = source // 2, destination // 2
+    return [("bus", first)] if first == second else [("net", first), ("net", second)]
+
+
+class Everywhere(dict):
+    """The same for every key."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.value = value
+
+    def get(self, key, default=None):
+        return self.value
+
+
+def boundaries(link_tokens, compute_tokens=0, call_tokens=0):
+    """The same on all links, and on all GPUs for all batches."""
+    profile = ComputeProfile({10**6: compute_tokens})
+    return Boundaries(links, Everywhere(link_tokens), Everywhere(profile), Everywhere(call_tokens))

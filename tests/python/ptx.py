@@ -1,167 +1,25 @@
 """An interpreter of PTX, as far as kvpool's kernels use it: what nvcc made of them runs on the CPU.
 
-Every thread has its own program counter and registers. Threads that stand at the same place execute an instruction
-together, as NumPy arrays, which takes a hundredth of the time; the ones that are furthest behind go first. An
-instruction that is not known here raises PtxError when the text is read. Every access to memory must be aligned and
-within one of the buffers that the launch was given, and a byte is written only once: else Fault.
+The text becomes steps, which ptx_machine.py executes. An instruction that is not known here raises PtxError when the
+text is read.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
+from ptx_machine import END, PARAMETERS, Branch, Kernel, Lanes, Launch, Step, Values
 
-__all__ = ["Fault", "Kernel", "Memory", "PtxError", "parse", "run"]
+__all__ = ["PtxError", "parse"]
 
-THREADS = 256  # of a block
-PARAMETERS = 1 << 60  # where a launch finds its arguments
-STEPS_MAX = 1_000_000  # basic blocks of one launch
-
-_END = 1 << 30  # the program counter of a thread that has returned
 _SPECIAL = ("%tid.x", "%ctaid.x", "%nctaid.x")
-_POISON = 0xDEADBEEFDEADBEEF  # of a register that was not written
-
-Lanes = np.ndarray  # the numbers of the threads that execute an instruction
-Values = np.ndarray  # one for each of them: 64 bits, of which an instruction uses as many as its type has
-Step = Callable[["_Launch", Lanes], None]
 
 
 class PtxError(Exception):
     """The text has something that this interpreter does not know."""
 
-
-class Fault(Exception):
-    """A kernel has done what a GPU would not have survived."""
-
-
-@dataclass
-class _Buffer:
-    base: int
-    data: np.ndarray
-    written: np.ndarray | None  # by byte; None: read only
-
-
-@dataclass
-class Memory:
-    """Buffers at addresses. Bytes between them do not exist."""
-
-    buffers: list[_Buffer] = field(default_factory=list)
-
-    def add(self, base: int, content: bytes, *, writable: bool = False) -> None:
-        data = np.frombuffer(content, np.uint8).copy()
-        self.buffers.append(_Buffer(base, data, np.zeros(len(data), bool) if writable else None))
-
-    def content(self, base: int) -> bytes:
-        return next(one.data.tobytes() for one in self.buffers if one.base == base)
-
-    def load(self, addresses: Values, nbytes: int) -> np.ndarray:
-        """The bytes there, a row for each address."""
-        rows = np.empty((len(addresses), nbytes), np.uint8)
-        for buffer, which, places in self._places(addresses, nbytes):
-            rows[which] = buffer.data[places]
-        return rows
-
-    def store(self, addresses: Values, rows: np.ndarray) -> None:
-        for buffer, which, places in self._places(addresses, rows.shape[1]):
-            if buffer.written is None:
-                raise Fault(f"a write to what may only be read, at {int(addresses[which][0]):#x}")
-            if buffer.written[places].any() or len(np.unique(places)) != places.size:
-                raise Fault(f"a byte is written twice, near {int(addresses[which][0]):#x}")
-            buffer.data[places] = rows[which]
-            buffer.written[places] = True
-
-    def _places(self, addresses: Values, nbytes: int) -> list[tuple[_Buffer, np.ndarray, np.ndarray]]:
-        """The buffers that the addresses are in, which of the addresses, and the indices of their bytes."""
-        if (addresses % np.uint64(nbytes)).any():
-            raise Fault(f"an access of {nbytes} bytes that is not aligned")
-        found = []
-        missing = np.ones(len(addresses), bool)
-        for buffer in self.buffers:
-            if len(buffer.data) < nbytes:
-                continue
-            first, last = np.uint64(buffer.base), np.uint64(buffer.base + len(buffer.data) - nbytes)
-            here = (addresses >= first) & (addresses <= last)
-            if here.any():
-                starts = (addresses[here] - first).astype(np.int64)
-                found.append((buffer, here, starts[:, None] + np.arange(nbytes)))
-                missing &= ~here
-        if missing.any():
-            raise Fault(f"{nbytes} bytes at {int(addresses[missing][0]):#x}, where no memory is")
-        return found
-
-
-@dataclass
-class Kernel:
-    """One entry of a PTX text."""
-
-    name: str
-    parameter_bytes: int
-    steps: list[Step | _Branch]
-    leaders: set[int]  # where basic blocks begin
-    opcodes: list[str]
-
-
-@dataclass
-class _Branch:
-    target: int  # _END for a return
-    predicate: str | None
-    negated: bool
-
-
-class _Launch:
-    def __init__(self, memory: Memory, parameters: Memory, blocks: int) -> None:
-        lanes = np.arange(blocks * THREADS, dtype=np.uint64)
-        self.memory, self.parameters, self.lanes = memory, parameters, len(lanes)
-        self._registers = {
-            "%tid.x": lanes % np.uint64(THREADS),
-            "%ctaid.x": lanes // np.uint64(THREADS),
-            "%nctaid.x": np.full(len(lanes), blocks, np.uint64),
-        }
-
-    def read(self, name: str, lanes: Lanes) -> Values:
-        if name not in self._registers:
-            raise Fault(f"{name} is read and was never written")
-        return self._registers[name][lanes]
-
-    def write(self, name: str, lanes: Lanes, values: Values) -> None:
-        if name not in self._registers:
-            self._registers[name] = np.full(self.lanes, _POISON, np.uint64)
-        self._registers[name][lanes] = values
-
-
-def run(kernel: Kernel, arguments: bytes, memory: Memory, blocks: int) -> None:
-    """Executes all threads of a launch. Raises Fault."""
-    if len(arguments) > kernel.parameter_bytes:
-        raise ValueError(f"{kernel.name} takes {kernel.parameter_bytes} bytes of arguments, not {len(arguments)}")
-    parameters = Memory()
-    parameters.add(PARAMETERS, arguments)
-    launch = _Launch(memory, parameters, blocks)
-    counters = np.zeros(launch.lanes, np.int64)
-    for _ in range(STEPS_MAX):
-        at = int(counters.min())
-        if at == _END:
-            return
-        lanes = np.flatnonzero(counters == at)
-        while True:
-            step = kernel.steps[at] if at < len(kernel.steps) else _Branch(_END, None, False)
-            if isinstance(step, _Branch):
-                taken = np.ones(len(lanes), bool)
-                if step.predicate is not None:
-                    taken = (launch.read(step.predicate, lanes) != 0) != step.negated
-                counters[lanes] = np.where(taken, step.target, at + 1)
-                break
-            step(launch, lanes)
-            at += 1
-            if at in kernel.leaders:
-                counters[lanes] = at
-                break
-    raise Fault(f"{kernel.name} does not end")
-
-
-# ---- from text to steps
 
 _ENTRY = re.compile(r"\.entry (\w+)\(\s*\.param \.align \d+ \.b8 \w+\[(\d+)\]\s*\)(.*?)\n\{\n(.*?)\n\}", re.DOTALL)
 _INSTRUCTION = re.compile(r"(?:@(!?)(%p\d+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
@@ -189,7 +47,7 @@ def _parse_body(name: str, nbytes: int, body: str) -> Kernel:
             labels[line[:-1]] = len(lines)
         elif line not in ("{", "}"):
             lines.append(line)
-    steps: list[Step | _Branch] = []
+    steps: list[Step | Branch] = []
     opcodes = []
     for line in lines:
         match = _INSTRUCTION.fullmatch(line)
@@ -199,9 +57,9 @@ def _parse_body(name: str, nbytes: int, body: str) -> Kernel:
         opcodes.append(opcode)
         operands = _OPERAND.findall(rest)
         if opcode in ("bra", "bra.uni"):
-            steps.append(_Branch(labels[operands[0]], predicate, bool(negated)))
+            steps.append(Branch(labels[operands[0]], predicate, bool(negated)))
         elif opcode == "ret":
-            steps.append(_Branch(_END, predicate, bool(negated)))
+            steps.append(Branch(END, predicate, bool(negated)))
         elif predicate is not None:
             steps.append(_only_where(predicate, bool(negated), _decode(line, opcode, operands)))
         else:
@@ -210,7 +68,7 @@ def _parse_body(name: str, nbytes: int, body: str) -> Kernel:
 
 
 def _only_where(predicate: str, negated: bool, step: Step) -> Step:
-    def guarded(launch: _Launch, lanes: Lanes) -> None:
+    def guarded(launch: Launch, lanes: Lanes) -> None:
         lanes = lanes[(launch.read(predicate, lanes) != 0) != negated]
         if len(lanes):
             step(launch, lanes)
@@ -218,7 +76,7 @@ def _only_where(predicate: str, negated: bool, step: Step) -> Step:
     return guarded
 
 
-def _source(operand: str) -> Callable[[_Launch, Lanes], Values]:
+def _source(operand: str) -> Callable[[Launch, Lanes], Values]:
     """A register, a constant, or the place of the arguments."""
     if operand in _SPECIAL or re.fullmatch(r"%(p|r|rd|rs|f|fd)\d+", operand):
         return lambda launch, lanes: launch.read(operand, lanes)
@@ -233,7 +91,7 @@ def _source(operand: str) -> Callable[[_Launch, Lanes], Values]:
     return lambda launch, lanes: np.full(len(lanes), constant, np.uint64)
 
 
-def _address(operand: str) -> Callable[[_Launch, Lanes], Values]:
+def _address(operand: str) -> Callable[[Launch, Lanes], Values]:
     base, _, offset = operand.strip("[]").partition("+")
     find, add = _source(base), np.uint64(int(offset or 0) & 0xFFFF_FFFF_FFFF_FFFF)
     return lambda launch, lanes: find(launch, lanes) + add
@@ -306,7 +164,7 @@ def _decode(line: str, opcode: str, operands: list[str]) -> Step:
     find = [_source(one) for one in rest]
     compute = _computation(line, opcode, parts, len(rest))
 
-    def step(launch: _Launch, lanes: Lanes) -> None:
+    def step(launch: Launch, lanes: Lanes) -> None:
         launch.write(target, lanes, compute([one(launch, lanes) for one in find]))
 
     return step
@@ -375,7 +233,7 @@ def _decode_vector_move(line: str, parts: list[str], operands: list[str]) -> Ste
         find = [_source(one) for one in _names(source)]
         width = _bits(parts[1]) // len(find)
 
-        def pack(launch: _Launch, lanes: Lanes) -> None:
+        def pack(launch: Launch, lanes: Lanes) -> None:
             packed = np.zeros(len(lanes), np.uint64)
             for i, one in enumerate(find):
                 packed |= _cut(one(launch, lanes), width) << np.uint64(i * width)
@@ -385,7 +243,7 @@ def _decode_vector_move(line: str, parts: list[str], operands: list[str]) -> Ste
     names, whole = _names(target), _source(source)
     width = _bits(parts[1]) // len(names)
 
-    def unpack(launch: _Launch, lanes: Lanes) -> None:
+    def unpack(launch: Launch, lanes: Lanes) -> None:
         values = whole(launch, lanes)
         for i, name in enumerate(names):
             launch.write(name, lanes, _cut(values >> np.uint64(i * width), width))
@@ -406,7 +264,7 @@ def _decode_access(line: str, parts: list[str], operands: list[str]) -> Step:
     if len(names) != next((int(one[1]) for one in parts if re.fullmatch(r"v\d", one)), 1):
         raise PtxError(f"a vector of another length: {line}")
 
-    def load(launch: _Launch, lanes: Lanes) -> None:
+    def load(launch: Launch, lanes: Lanes) -> None:
         memory = launch.parameters if of_arguments else launch.memory
         rows = memory.load(address(launch, lanes), nbytes * len(names)).view(numbers)
         for i, name in enumerate(names):
@@ -414,7 +272,7 @@ def _decode_access(line: str, parts: list[str], operands: list[str]) -> Step:
 
     find = [] if loads else [_source(one) for one in names]
 
-    def store(launch: _Launch, lanes: Lanes) -> None:
+    def store(launch: Launch, lanes: Lanes) -> None:
         rows = np.empty((len(lanes), len(names)), numbers)
         for i, one in enumerate(find):
             rows[:, i] = _cut(one(launch, lanes), 8 * nbytes).astype(numbers)

@@ -7,6 +7,9 @@ A call that waits gives up after a minute (waiting/threads.py), and fails.
 
 from __future__ import annotations
 
+import collections
+import ctypes
+import functools
 import gc
 import os
 import signal
@@ -17,7 +20,7 @@ from typing import Any
 
 import pytest
 from attach_kit import eventually, join, member, names, url
-from kit import refused, small_pool
+from kit import ctrl_c_works, refused, small_pool
 
 import kvpool
 from kvpool import Fenced
@@ -328,6 +331,23 @@ def test_may_wait_is_false_under_a_lock_and_in_a_finalizer():
         elsewhere.start()
         elsewhere.join()
     assert told == [False, True]
+
+
+def test_ctrl_c_is_not_lost_when_a_collection_comes_first():
+    """A signal is handled where Python runs next: in a callback of the collector its exception would be dropped."""
+    raise_signal = getattr(ctypes.CDLL(None), "raise")  # unlike Python's own it does not handle the signal
+    steps = [functools.partial(raise_signal, signal.SIGINT), functools.partial(gc.collect)]
+    callbacks = gc.callbacks[:]
+    gc.collect()  # so that no finalizer is left to run
+    with ctrl_c_works():
+        gc.callbacks[:] = [each for each in callbacks if each.__module__.startswith("kvpool.")]
+        try:
+            assert gc.callbacks
+            with pytest.raises(KeyboardInterrupt):
+                collections.deque(map(functools.partial.__call__, steps), maxlen=0)  # no Python between the two
+        finally:
+            gc.callbacks[:] = callbacks
+    assert waiting.may_wait()
 
 
 def test_a_child_that_is_forked_in_the_middle_may_wait():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit import LONG, prompt, refused, run_script, small_pool, state_of, store
+from kit import LONG, prompt, refused, repeats, run_script, small_pool, state_of, store
 from wrong_addresses import changed, pool_with_wrong_addresses
 
 import kvpool
@@ -257,7 +257,7 @@ vectors = st.one_of(
 )
 
 
-@settings(max_examples=50_000 if LONG else 300)
+@settings(max_examples=repeats(300, long=50_000))
 @given(data=st.data(), count=anything, medium=anything, first=vectors, second=vectors, namespace=anything)
 def test_no_argument_crashes_or_breaks_the_pool(data, count, medium, first, second, namespace):
     with small_pool(4, 4, audit=False) as pool:

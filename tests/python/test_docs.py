@@ -180,6 +180,26 @@ def test_the_tests_that_check_an_invariant_exist():
             assert any(case in content for case in cases), name
 
 
+def test_the_way_to_the_wire_has_the_classes_and_locks_that_the_page_counts():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    way = page.partition("### From `transfer()` to the wire")[2].partition("\n### ")[0]
+    sides = way.split("```")[1].split("═══ socket")
+    named = [
+        {name for row in re.findall(r"^ +([A-Z][\w, ]+?)  ", side, re.M) for name in row.split(", ")} for side in sides
+    ]
+    locks = [set(re.findall(r" (\d+)(?: +the [a-z]+'s)?$", side, re.M)) for side in sides]
+    told = re.search(
+        r"(\d+) classes and (\d+) locks at the sender, and (\d+) more classes and (\d+) more locks at", way
+    )
+    assert told is not None
+    counted = [len(named[0]), len(locks[0]), len(named[1] - named[0]), len(locks[1] - locks[0])]
+    assert [int(number) for number in told.groups()] == counted
+    assert counted[0] <= 15
+    assert counted[1] <= 6
+    code = "".join(path.read_text() for path in (ROOT / "cpp").rglob("*") if path.is_file())
+    assert all(re.search(rf"^ *(?:class|struct) {name}\b", code, re.M) for name in named[0] | named[1])
+
+
 def test_every_setting_is_described():
     text = (ROOT / "docs" / "how-to" / "memory.md").read_text()
     described = dict(re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", text, re.MULTILINE))

@@ -12,7 +12,7 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
-from kit import LONG, prompt
+from kit import LONG, prompt, repeats
 from space_kit import UNIT, layout, space_of
 
 import kvpool
@@ -292,7 +292,7 @@ def test_models_of_one_space_keep_their_quotas_and_their_bytes():
     run_state_machine_as_test(
         Models,
         settings=settings(
-            max_examples=2000 if LONG else 60,
+            max_examples=repeats(60, long=2000),
             stateful_step_count=60 if LONG else 30,
             deadline=None,
             suppress_health_check=list(HealthCheck),

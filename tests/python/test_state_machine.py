@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
-from kit import LONG, refused
+from kit import LONG, refused, repeats
 from local_model import medium_of
 from local_prompts import LocalPrompts, media, seeds
 
@@ -159,7 +159,7 @@ def test_the_local_api_agrees_with_its_model() -> None:
     run_state_machine_as_test(
         LocalApi,
         settings=settings(
-            max_examples=10_000 if LONG else 200 if not os.environ.get("KVPOOL_CUDA_LIBRARY") else 60,
+            max_examples=repeats(60 if os.environ.get("KVPOOL_CUDA_LIBRARY") else 200, long=10_000),
             stateful_step_count=200 if LONG else 50,
             suppress_health_check=list(HealthCheck),
         ),

@@ -82,6 +82,7 @@ EXCEPTIONS: Final[dict[str, dict[str, str]]] = {
         "tests/gpu/test_views.py": "DLPack: values in one element",
         "tests/python/gpu_suites.py": "UCX",
         "tests/python/ptx.py": "threads of a warp",
+        "tests/python/ptx_machine.py": "threads of a warp",
         "tests/python/test_attention_arguments.py": "DLPack: values in one element",
         "tests/python/test_cli.py": "UCX",
         "tests/python/transfer/test_routes.py": "UCX",

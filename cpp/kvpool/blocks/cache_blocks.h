@@ -214,7 +214,7 @@ class CacheBlocks {
   // lent to the owner is refused too: the owner may be giving it back, or it may be on its way into the index.
   void check_reserved(const Address* addresses, std::size_t n, std::uint64_t incarnation, std::uint32_t mark) const;
 
-  // --- readers ---
+  // --- readers (cache_blocks_read.cpp) ---
 
   // `for_incarnation`: the peer that reads; it may not read blocks lent to another peer. 0: the application. Throws
   // kStaleAddress, kNotOwner, kState, kArgument, kBusy for a block that is being filled, and holds no block then.

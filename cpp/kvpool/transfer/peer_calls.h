@@ -17,7 +17,7 @@
 //       for verbs that free blocks. At most transfers_max calls of this side, of all verbs together, wait for the peer.
 //
 // Thread-safety: all of it, except that serve() and when_late() must precede the first message. Lives on while a call
-// is served.
+// is served. While the lock is held, nothing is called that could take a lock but the leaves of routes.
 #pragma once
 
 #include <atomic>
@@ -87,6 +87,8 @@ class PeerCalls final : public std::enable_shared_from_this<PeerCalls> {
   // Tells the peer that no caller waits for this call any more.
   void cancel(const Verb& verb, std::uint64_t id) noexcept;
   std::uint32_t pending() const;
+  // For what else ends with the link: the session's link and routes.
+  std::mutex& mutex() const noexcept { return mutex_; }
   // Whether the link has ended, or is about to: no call is made or begins to be served any more.
   bool ended() const noexcept { return ended_.load(); }
   // Whether a caller may have been told kPeerLost. Beside ended(): the link takes no message any more, and end() has

@@ -50,13 +50,13 @@ void Session::start(std::shared_ptr<Link> link, std::vector<std::shared_ptr<Rout
         },
         [receiver = receiver_](std::uint64_t token, bool intact) { receiver->on_passed(token, intact); });
   }
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(mutex());
   link_ = std::move(link);
   routes_ = std::move(routes);
 }
 
 std::shared_ptr<Link> Session::link() const {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(mutex());
   return link_;
 }
 
@@ -69,7 +69,7 @@ void Session::close_link(const Error& why) noexcept {
 // stop_writing(). A thread that is using it has it from link().
 void Session::let_go() noexcept {
   std::shared_ptr<Link> ended;  // destroyed without the lock
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(mutex());
   if (link_ended() && writes_under_way() == 0) ended.swap(link_);
 }
 
@@ -81,7 +81,7 @@ bool Session::peer_writes_directly(std::span<const Address> blocks) const noexce
 std::uint32_t Session::under_way() const { return calls_->pending() + pushes_.load(); }
 
 void Session::throw_lost() const {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(mutex());
   throw why_lost_ ? Error(*why_lost_) : Error(ErrorCode::kPeerLost, "peer " + peer_.name + " was lost");
 }
 
@@ -288,7 +288,7 @@ void Session::stop_writing(const Error& why, PartingState to) {
   std::vector<std::shared_ptr<Route>> routes;  // writes under way have theirs in their job
   std::vector<std::shared_ptr<void>> open_there;
   {
-    const std::lock_guard lock(mutex_);
+    const std::lock_guard lock(mutex());
     const bool first = !lost();
     if (first) {
       open_there.reserve(routes_.size());

@@ -3,8 +3,8 @@
 // A session has neither thread nor clock: see session_host.h. All that is asked goes through peer_calls.h. The
 // receiving half is receiver.h, a transfer from here is outgoing.h, one that is asked of the peer is fetch.h.
 //
-// Locks: a transfer's or the receiver's, then the session's, then the pool's; none is held while a message is sent or a
-// route writes.
+// Locks: a transfer's or the receiver's, then the session's or the pool's; none is held while a message is sent or a
+// route writes. The session's is that of its calls, too: what both guard lasts as long as the link.
 #pragma once
 
 #include <array>
@@ -262,7 +262,8 @@ class Session final : public LinkHandler, public DepartingPeer, public std::enab
   std::vector<std::weak_ptr<LoanWatch>> loan_watches_;
   std::uint32_t returning_ = 0;  // returns that the peer has not been told of: recalls are answered after them
 
-  mutable std::mutex mutex_;
+  // Under the session's lock.
+  std::mutex& mutex() const noexcept { return calls_->mutex(); }
   std::shared_ptr<Link> link_;
   std::vector<std::shared_ptr<Route>> routes_;  // none once it is lost
   std::optional<Error> why_lost_;               // once parting_ has reached kStopping

@@ -20,7 +20,7 @@ std::uint32_t pair_bit(Medium source, Medium target) noexcept {
 
 std::vector<std::string> Session::route_names() const {
   std::vector<std::string> names;
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(mutex());
   names.reserve(routes_.size());
   for (const auto& route : routes_) {
     // Of a pool on a GPU there are two of the same name: one by the CPU, one by the GPU.
@@ -31,7 +31,7 @@ std::vector<std::string> Session::route_names() const {
 
 std::vector<RouteFailure> Session::route_failures() const {
   std::vector<RouteFailure> failures;
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(mutex());
   for (const auto& route : routes_) {
     if (auto report = route->health().report()) failures.push_back({route->name(), std::move(*report)});
   }
@@ -40,7 +40,7 @@ std::vector<RouteFailure> Session::route_failures() const {
 
 std::vector<RoutePrice> Session::route_prices() const {
   std::vector<RoutePrice> prices;
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(mutex());
   for (const auto& route : routes_) {
     const RouteCost* const cost = route->cost();
     if (cost == nullptr) continue;
@@ -70,7 +70,7 @@ std::shared_ptr<Route> Session::choose_route(const std::string& name, std::uint6
 std::shared_ptr<Route> Session::cheapest(const std::string& name, std::uint64_t pieces, std::uint64_t bytes,
                                          const MediaSet& from, const MediaSet& to, bool whole) const {
   const std::int64_t now_ns = host_.now_ns();
-  std::unique_lock lock(mutex_);
+  std::unique_lock lock(mutex());
   if (routes_.empty()) {
     lock.unlock();
     throw_lost();
@@ -102,7 +102,7 @@ std::vector<Session::Question> Session::claim_questions(const MediaSet& from, co
       if (!from[source] || !to[target] || claimed.load(std::memory_order_relaxed)) continue;
       RouteCandidates candidates;
       if (blocks.spans()[source].blocks > 0 && peer_.media[target].blocks > 0) {
-        const std::lock_guard lock(mutex_);
+        const std::lock_guard lock(mutex());
         candidates = candidates_between(routes_, source, target);
       }
       const bool on_gpu = blocks.on_gpu(source) || peer_.media[target].kind == MemoryKind::kGpu;
@@ -183,7 +183,7 @@ void Session::check_may_write() {
 }
 
 std::shared_ptr<const MediaSpans> Session::readable() const {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(mutex());
   for (const auto& route : routes_) {
     if (auto spans = route->readable()) return spans;
   }

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from kvpool.arguments import int_from, shown
-from kvpool.errors import ArgumentError, DeadlineExceeded, StateError
+from kvpool.errors import ArgumentError, ArgumentTypeError, DeadlineExceeded, StateError
 from kvpool.peers.addresses import check_connect
 from kvpool.peers.peers import Peers
 from kvpool.peers.service import NetworkedPool
 from kvpool.transfer.reshard import ParallelConfig
 from kvpool.transfer.ticket import RankTicket
-from kvpool.types import KVLayout
+from kvpool.types import KVLayout, RawLayout
 
-__all__ = ["RankInfo", "Ranks"]
+__all__ = ["RankInfo", "Ranks", "check_parallel"]
 
 
 @dataclass(frozen=True)
@@ -141,3 +141,15 @@ class Ranks:
     def __repr__(self) -> str:
         """How the blocks are divided."""
         return f"<Ranks of {self.parallel}>" if self.parallel is not None else "<Ranks: an instance of one>"
+
+
+def check_parallel(parallel: object, layout: KVLayout | RawLayout, device: str, hbm: Sequence[Any] | None) -> None:
+    """Raises ArgumentError or ArgumentTypeError for what cannot have ranks, unless `parallel` asks for none: None."""
+    if parallel is None:
+        return
+    if not isinstance(parallel, ParallelConfig):
+        raise ArgumentTypeError(f"parallel must be a ParallelConfig, not {type(parallel).__name__}")
+    if isinstance(layout, RawLayout):
+        raise ArgumentError("only a KVLayout can be shared among ranks: a RawLayout does not say where heads begin")
+    if hbm is not None or device != "cpu":
+        raise ArgumentError("the memory of a logical instance is its ranks': give hbm and device to RankArena.join")

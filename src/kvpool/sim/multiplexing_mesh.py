@@ -19,9 +19,10 @@ from kvpool.errors import ArgumentError, StateError
 from kvpool.policy import multiplexing as mux
 from kvpool.sim.loop import Loop
 from kvpool.sim.multiplexing_memory import BLOCK_TOKENS, MeshMemory
+from kvpool.sim.multiplexing_requests import Counts, Request
 from kvpool.sim.multiplexing_times import JobTimes, Parts, alone_s, slowdown
 
-__all__ = ["Mesh", "Request", "Resident", "Scheduler"]
+__all__ = ["Mesh", "Resident", "Scheduler"]
 
 _SEEN: Final = 32  # prompts of a model that a scheduler is shown: more than a job has
 _LEAST_S: Final = 1e-9  # a job with less left than this has ended: rates are floats
@@ -52,43 +53,6 @@ class Resident(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Request:
-    """A request and what became of it.
-
-    Attributes:
-        model: Whom it asks.
-        time_s: When it came.
-        prompt: Tokens.
-        output: Tokens of its answer.
-        made: Of these, those that are there.
-        stopped: How often it lost its blocks.
-        first_s: When its first token was there; below 0: not yet.
-        end_s: When its last token was there; below 0: not yet.
-        steps: What a scheduler sees of it while it decodes: without a block, and with one.
-    """
-
-    model: str
-    time_s: float
-    prompt: int
-    output: int
-    made: int = 0
-    stopped: int = 0
-    first_s: float = -1.0
-    end_s: float = -1.0
-    steps: list[mux.Waiting] | None = field(default=None, repr=False)
-
-    @property
-    def cached(self) -> int:
-        """Tokens whose KV is there while it decodes: the newest one's is written by the next step."""
-        return self.prompt + self.made - 1
-
-    @property
-    def to_compute(self) -> int:
-        """Tokens of its next prefill: the prompt, and what was made before it was stopped."""
-        return self.prompt + self.made
-
-
-@dataclass(slots=True, eq=False)
 class _Running:
     """A job under way."""
 
@@ -109,33 +73,6 @@ class _Model:
     backlog: int = 0  # units that the prompts ask for
     active: int = 0  # requests that are in a job or decode
     shown: tuple[mux.Waiting, ...] | None = None  # what a scheduler sees of `ready`; None: it has changed
-
-
-@dataclass
-class Counts:
-    """Sums of a mesh, over its whole run.
-
-    Attributes:
-        arrived: Requests.
-        refused: Those that could never have the memory for all their tokens.
-        ended: Those that have all their tokens.
-        tokens: That were made.
-        computed: Tokens of prompts, those of stopped requests again.
-        jobs: Started.
-        stopped: How often a request lost its blocks.
-        used: Units times seconds, by model; while measured.
-        read_s: Seconds of reading with all of the bandwidth.
-    """
-
-    arrived: int = 0
-    refused: int = 0
-    ended: int = 0
-    tokens: int = 0
-    computed: int = 0
-    jobs: int = 0
-    stopped: int = 0
-    used: dict[str, float] = field(default_factory=dict)
-    read_s: float = 0.0
 
 
 class Mesh:

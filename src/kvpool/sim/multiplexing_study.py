@@ -31,7 +31,8 @@ from kvpool.policy import multiplexing as mux
 from kvpool.sim.hardware import GPUS, MODELS, roofline, weight_bytes
 from kvpool.sim.loop import Loop
 from kvpool.sim.multiplexing_memory import UNIT_BYTES, MeshMemory, Sharing
-from kvpool.sim.multiplexing_mesh import Counts, Mesh, Request, Resident, Scheduler
+from kvpool.sim.multiplexing_mesh import Mesh, Resident, Scheduler
+from kvpool.sim.multiplexing_requests import Counts, Request
 from kvpool.sim.multiplexing_times import JobTimes, Launches, Ring
 from kvpool.sim.multiplexing_workload import SHAREGPT, Lengths, ModelArrival
 

@@ -19,7 +19,9 @@ import logging
 import os
 import threading
 from types import TracebackType
-from typing import Any, Final
+from typing import Final
+
+from kvpool import _core
 
 __all__ = ["busy", "join", "may_wait", "reset"]
 
@@ -34,7 +36,6 @@ class _Here(threading.local):
     """What the current thread is in the middle of."""
 
     busy = 0
-    collecting = False
 
 
 _here = _Here()
@@ -60,7 +61,7 @@ busy: Final = _Busy()
 
 def may_wait() -> bool:
     """Whether this thread may wait for those threads."""
-    return not _here.busy and not _here.collecting
+    return not _here.busy and not _core._collecting()
 
 
 def join(thread: threading.Thread) -> None:
@@ -72,18 +73,15 @@ def join(thread: threading.Thread) -> None:
         _log.warning("%s has not ended after %g s; the wait for it is over", thread.name, _JOIN_S)
 
 
-def _on_collection(phase: str, _: dict[str, Any], here: _Here = _here) -> None:
-    here.collecting = phase == "start"  # a default argument: globals are gone when the interpreter ends
-
-
 def reset() -> None:
     """Resets the state of this thread.
 
     For a forked child, where the forking thread becomes the main one; and for the end of the process, because an
     asynchronous exception such as KeyboardInterrupt may have left a count behind.
     """
-    _here.busy, _here.collecting = 0, False
+    _here.busy = 0
+    _core._note_collection("stop", {})
 
 
-gc.callbacks.append(_on_collection)
+gc.callbacks.append(_core._note_collection)  # not Python: Ctrl-C would be lost in it
 os.register_at_fork(after_in_child=reset)

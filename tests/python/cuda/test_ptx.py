@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 from kit import LONG
-from ptx import Fault, Kernel, Memory, PtxError, parse, run
+from ptx import PtxError, parse
+from ptx_machine import Fault, Kernel, Memory, run
 
 ROOT = Path(__file__).resolve().parents[3]
 TARGET = "sm_80"  # the lowest one: nvcc's output for the others is the same

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from kit import BLOCK, LONG, cached_tokens, prompt, small_pool, store
+from kit import BLOCK, cached_tokens, prompt, repeats, small_pool, store
 
 import kvpool
 from kvpool import DRAM, HBM, InstanceIndex
@@ -121,7 +121,7 @@ class Follow(RuleBasedStateMachine):
             self.pool.close()
 
 
-Follow.TestCase.settings = settings(max_examples=2000 if LONG else 100, stateful_step_count=40, deadline=None)
+Follow.TestCase.settings = settings(max_examples=repeats(100, long=2000), stateful_step_count=40, deadline=None)
 test_the_index_follows_whatever_happens = Follow.TestCase
 
 
@@ -182,7 +182,7 @@ class Engine(RuleBasedStateMachine):
         assert set(self.picture._blocks) <= needed
 
 
-Engine.TestCase.settings = settings(max_examples=2000 if LONG else 100, stateful_step_count=40, deadline=None)
+Engine.TestCase.settings = settings(max_examples=repeats(100, long=2000), stateful_step_count=40, deadline=None)
 test_an_engine_may_drop_blocks_in_any_order = Engine.TestCase
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from kit import BLOCK, LONG
+from kit import BLOCK, repeats
 
 from kvpool import InstanceIndex
 from kvpool.errors import ProtocolError
@@ -191,5 +191,5 @@ class Bounded(RuleBasedStateMachine):
             picture._STRIDE = self.stride
 
 
-Bounded.TestCase.settings = settings(max_examples=2000 if LONG else 100, stateful_step_count=40, deadline=None)
+Bounded.TestCase.settings = settings(max_examples=repeats(100, long=2000), stateful_step_count=40, deadline=None)
 test_whatever_happens_blocks_are_bounded_and_the_index_agrees = Bounded.TestCase

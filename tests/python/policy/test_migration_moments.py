@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pytest
 from kit import LONG
-from policy.migration_kit import Town
+from policy.migration_town import Town
 
 SEEDS = range(60 if LONG else 4)
 MOMENTS_MAX = 300

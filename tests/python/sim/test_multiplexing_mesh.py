@@ -10,7 +10,8 @@ from kvpool import ArgumentError, OutOfMemory, OutOfQuota, StateError
 from kvpool.policy import multiplexing as mux
 from kvpool.sim.loop import Loop
 from kvpool.sim.multiplexing_memory import UNIT_BYTES, MeshMemory, block_units
-from kvpool.sim.multiplexing_mesh import Mesh, Request, Resident
+from kvpool.sim.multiplexing_mesh import Mesh, Resident
+from kvpool.sim.multiplexing_requests import Request
 from kvpool.sim.multiplexing_times import Parts
 
 KV = UNIT_BYTES // 16  # bytes a token: a block of 16 tokens is one unit

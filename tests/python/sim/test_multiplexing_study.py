@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvpool import ArgumentError, OutOfMemory
 from kvpool.policy import multiplexing as mux
-from kvpool.sim.multiplexing_mesh import Request
+from kvpool.sim.multiplexing_requests import Request
 from kvpool.sim.multiplexing_study import (
     DESIGNS,
     GRAPHS,

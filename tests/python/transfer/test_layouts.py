@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
-from kit import BLOCK, LONG, prompt, small_pool
+from kit import BLOCK, prompt, repeats, small_pool
 from kit import content as elements_of
 from transfer.kit import ON_GPU, address_of
 
@@ -21,7 +21,7 @@ from kvpool import DRAM, HBM, MIXED
 
 ORDERS = ["aggregated", "discrete"]
 BLOCKS = 6  # of each tier
-EXAMPLES = 400 if LONG else 40
+EXAMPLES = repeats(40, long=400)
 
 orders = st.sampled_from(ORDERS)
 media = st.sampled_from([HBM, DRAM, MIXED])

@@ -4,6 +4,7 @@
 #include <array>
 #include <atomic>
 #include <cstddef>
+#include <mutex>
 
 namespace kvpool {
 namespace {
@@ -14,11 +15,29 @@ struct Counters {
   std::atomic<std::uint32_t> communicators{0};
   std::atomic<std::uint64_t> library_bytes{0};
   std::atomic<std::uint64_t> staging_bytes{0};
+
+  // Of the measurements under way. A GPU has one count of free memory, so of those that overlap, the one that ends next
+  // takes what fell since the last of them ended.
+  std::mutex mutex;
+  std::uint32_t measuring = 0;
+  std::int64_t fallen = 0;  // bytes that none has taken yet; below zero when memory was freed
+  std::uint64_t free = 0;   // at the last look; 0: unknown
 };
 
 Counters& counters_of(int gpu) noexcept {
   static std::array<Counters, kGpusMax> all;  // destroying them does nothing: threads may outlive static objects
   return all[std::min(static_cast<std::size_t>(std::max(gpu, 0)), kGpusMax - 1)];
+}
+
+// REQUIRES: the lock is held, and the context is current.
+void look(const CudaContext& context, Counters& counters) noexcept {
+  std::size_t free = 0;
+  std::size_t total = 0;
+  if (context.driver().mem_get_info(&free, &total) != kCudaSuccess) free = 0;
+  if (free != 0 && counters.free != 0) {
+    counters.fallen += static_cast<std::int64_t>(counters.free) - static_cast<std::int64_t>(free);
+  }
+  counters.free = free;
 }
 
 }  // namespace
@@ -46,16 +65,22 @@ CommunicatorCost::~CommunicatorCost() {
   counters.library_bytes -= bytes_;
 }
 
-std::uint64_t CommunicatorCost::free_bytes() const noexcept {
-  std::size_t free = 0;
-  std::size_t total = 0;
-  return context_.driver().mem_get_info(&free, &total) == kCudaSuccess ? free : 0;
+void CommunicatorCost::begin() noexcept {
+  Counters& counters = counters_of(context_.ordinal());
+  const std::lock_guard lock(counters.mutex);
+  look(context_, counters);
+  if (counters.measuring++ == 0) counters.fallen = 0;
 }
 
-void CommunicatorCost::add(std::uint64_t before, std::uint64_t after) noexcept {
-  if (after == 0 || before <= after) return;
-  bytes_ += before - after;
-  counters_of(context_.ordinal()).library_bytes += before - after;
+void CommunicatorCost::end(bool done) noexcept {
+  Counters& counters = counters_of(context_.ordinal());
+  const std::lock_guard lock(counters.mutex);
+  look(context_, counters);
+  --counters.measuring;
+  if (!done || counters.fallen <= 0) return;
+  bytes_ += static_cast<std::uint64_t>(counters.fallen);
+  counters.library_bytes += static_cast<std::uint64_t>(counters.fallen);
+  counters.fallen = 0;
 }
 
 }  // namespace kvpool

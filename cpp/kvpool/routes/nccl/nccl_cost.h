@@ -14,7 +14,7 @@ namespace kvpool {
 struct NcclCost {
   std::uint32_t communicators = 0;
   // By how much the free memory of the GPU fell while these were made and first used: about what NCCL has taken, since
-  // others may allocate or free meanwhile.
+  // others may allocate or free meanwhile. What fell while several were made at once counts once.
   std::uint64_t library_bytes = 0;
   std::uint64_t staging_bytes = 0;  // in use, or kept until it can be freed
 };
@@ -37,14 +37,19 @@ class CommunicatorCost {
   // Adds what this takes of the GPU's free memory; nothing if it throws, for then the communicator goes.
   template <class Work>
   void measure(Work&& work) {
-    const std::uint64_t before = free_bytes();
-    std::forward<Work>(work)();
-    add(before, free_bytes());
+    begin();
+    try {
+      std::forward<Work>(work)();
+    } catch (...) {
+      end(false);
+      throw;
+    }
+    end(true);
   }
 
  private:
-  std::uint64_t free_bytes() const noexcept;  // 0: unknown
-  void add(std::uint64_t before, std::uint64_t after) noexcept;
+  void begin() noexcept;
+  void end(bool done) noexcept;
 
   const CudaContext& context_;
   std::uint64_t bytes_ = 0;

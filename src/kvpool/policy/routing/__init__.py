@@ -10,6 +10,7 @@ scheduler.finished(decision.ticket, output)
 """
 
 from kvpool.policy.routing.balance import Balance
+from kvpool.policy.routing.fetching import TransferModel
 from kvpool.policy.routing.keeping import KeepHits
 from kvpool.policy.routing.policies import (
     Asked,
@@ -21,7 +22,7 @@ from kvpool.policy.routing.policies import (
     SessionId,
     View,
 )
-from kvpool.policy.routing.scheduler import GlobalScheduler, TransferModel
+from kvpool.policy.routing.scheduler import GlobalScheduler
 from kvpool.policy.routing.tree import PromptTree
 from kvpool.policy.routing.types import Decision, Fetch, Holder, Kind, Request
 

@@ -10,7 +10,7 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.errors import ArgumentError
+from kvpool.errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["Bools", "Floats", "InstanceSlots"]
 
@@ -19,6 +19,7 @@ Bools = npt.NDArray[np.bool_]
 
 _IDS = 1 << 14  # instance ids are below that (kvpool.types)
 _ROOM = 16
+_CAPACITY_LEAST, _CAPACITY_MOST = 1e-100, 1e100  # within them, sums and quotients are finite, and not 0
 
 
 class InstanceSlots:
@@ -88,7 +89,18 @@ class InstanceSlots:
     # ---- inside
 
     def _enter(self, instance: int, model: int, capacity: float, now: float) -> int:
-        """Gives it the last slot. Raises ArgumentError when it is there already, or is no id."""
+        """Gives it the last slot.
+
+        Raises:
+            ArgumentError: It is there already, or is no id, or its capacity is out of range.
+            ArgumentTypeError: Its capacity is no number.
+        """
+        try:
+            in_range = _CAPACITY_LEAST <= capacity <= _CAPACITY_MOST
+        except TypeError:
+            raise ArgumentTypeError(f"capacity must be a number, not {type(capacity).__name__}") from None
+        if not in_range:
+            raise ArgumentError(f"capacity is {capacity}; it must be from {_CAPACITY_LEAST} to {_CAPACITY_MOST}")
         if not 0 <= instance < _IDS:
             raise ArgumentError(f"instance is {instance}; it must be from 0 to {_IDS - 1}")
         if self._slot_of[instance] >= 0:

@@ -22,7 +22,6 @@ from math import inf, log
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.errors import ArgumentError, ArgumentTypeError
 from kvpool.policy.routing.balance import Balance
 from kvpool.policy.routing.fading import Fading
 from kvpool.policy.routing.instance_slots import Bools, Floats, InstanceSlots
@@ -31,7 +30,6 @@ from kvpool.policy.routing.order import LoadOrder, Work
 __all__ = ["Bools", "Floats", "LoadTable"]
 
 _SUMMED = 1 << 16  # changes after which sums are recomputed: each change rounds
-_CAPACITY_LEAST, _CAPACITY_MOST = 1e-100, 1e100  # within them, sums and quotients are finite, and not 0
 _AWAY = 0.25  # of a half-life: who was away for less has missed little
 
 
@@ -78,12 +76,6 @@ class LoadTable(InstanceSlots):
             ArgumentError: It is there already, or is no id, or its capacity is out of range.
             ArgumentTypeError: Its capacity is no number.
         """
-        try:
-            in_range = _CAPACITY_LEAST <= capacity <= _CAPACITY_MOST
-        except TypeError:
-            raise ArgumentTypeError(f"capacity must be a number, not {type(capacity).__name__}") from None
-        if not in_range:
-            raise ArgumentError(f"capacity is {capacity}; it must be from {_CAPACITY_LEAST} to {_CAPACITY_MOST}")
         slot = self._enter(instance, model, capacity, now)
         self._equal = self._equal and capacity == 1.0
         self.newcomers.add(slot)

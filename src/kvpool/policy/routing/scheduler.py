@@ -7,7 +7,7 @@ finished, failed), and the trees learn from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from typing import Literal, NamedTuple
@@ -21,18 +21,17 @@ from kvpool.policy.routing.balance import Balance
 from kvpool.policy.routing.candidates import Candidates
 from kvpool.policy.routing.choosing import choose
 from kvpool.policy.routing.claims import Claims
+from kvpool.policy.routing.fetching import TransferModel, best_fetch
 from kvpool.policy.routing.keeping import KeepHits
 from kvpool.policy.routing.load import LoadTable
 from kvpool.policy.routing.policies import Asked, LongestPrefix, Policy, Ranking
 from kvpool.policy.routing.predictions import Models, Times
 from kvpool.policy.routing.tokens import Tokens, as_array, checked
 from kvpool.policy.routing.tree import BLOCKS_MAX, PromptTree
-from kvpool.policy.routing.types import Decision, Fetch, Holder, Kind, Request
+from kvpool.policy.routing.types import Decision, Holder, Kind, Request
 from kvpool.types import TokenVector
 
-__all__ = ["GlobalScheduler", "TransferModel"]
-
-TransferModel = KVTransfer | Callable[[int, int], KVTransfer | None]  # from an instance to another
+__all__ = ["GlobalScheduler"]
 
 
 class _Instance(NamedTuple):
@@ -257,7 +256,12 @@ class GlobalScheduler:
             raise StateError(f"none of {len(self._decode)} instances decodes what others prefill")
         fetch = None
         if holders and self._transfer is not None:
-            fetch = self._fetch(instance, holders, own, tokens, request.namespace)
+
+            def computed(holder: Holder) -> int:
+                incarnation = self._instances[holder.instance].incarnation
+                return self._claims.computed_tokens(incarnation, tokens, request.namespace, holder.stop)
+
+            fetch = best_fetch(instance, holders, computed, own.of, self._transfer)
         queue_s = table.backlog_of(slot, now)
         spent_s = exec_s - (fetch.saved_s - fetch.transfer_s if fetch else 0.0)
         occupied_s = spent_s if model.parallel.pp == 1 else model.stage_s(len(tokens), cached)
@@ -362,30 +366,6 @@ class GlobalScheduler:
         missing = [float(tokens - held) for held in found.lengths]
         slot = choose(self._decode_policy, table, found, [missing], now, session)
         return table.id_of(slot), found.lengths[found.at(slot)]
-
-    def _fetch(
-        self, instance: int, holders: Sequence[Holder], own: Times, tokens: Tokens, namespace: str
-    ) -> Fetch | None:
-        """The holder from which fetching gains the most, if any does (eq. 2): of what is computed already."""
-        best: Fetch | None = None
-        best_gain_s, last_stop = 0.0, 0
-        for source, start, believed in holders:
-            stop = self._claims.computed_tokens(self._instances[source].incarnation, tokens, namespace, believed)
-            if stop <= start:
-                continue
-            if callable(self._transfer):
-                transfer = self._transfer(source, instance)
-            elif stop != last_stop:  # over equal links, equal lengths gain the same
-                transfer, last_stop = self._transfer, stop
-            else:
-                continue
-            if transfer is None:
-                continue
-            transfer_s = transfer.time_s(stop - start)
-            saved_s = own.of(start) - own.of(stop)
-            if saved_s - transfer_s > best_gain_s or (best is None and saved_s == transfer_s):
-                best, best_gain_s = Fetch(source, start, stop, transfer_s, saved_s), saved_s - transfer_s
-        return best
 
     def _still_there(self, instance: int, incarnation: int | None) -> _Instance | None:
         """None if it has left, though another one may have come under its id: that one holds nothing of it."""
