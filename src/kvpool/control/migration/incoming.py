@@ -75,6 +75,7 @@ class Incoming:
         self._arriving: dict[policy.MigrationId, Arriving] = {}  # each has a thread
         self._offered: set[policy.MigrationId] = set()  # that a thread looks at
         self._over: set[policy.MigrationId] = set()  # of what is kept: ended here, and the source is fenced
+        self._dropping: set[policy.MigrationId] = set()  # of what is kept: a thread tells the engine to drop it
         self._closed = False
 
     def names(self) -> tuple[str, ...]:
@@ -261,10 +262,11 @@ class Incoming:
         """Forgets one that is kept, if it is known who has it. The caller holds the lock."""
         if not kept.settled:
             return False
-        if kept.state == "revoked":
-            self._threads.start(lambda: self._drop(kept))
-        else:
+        if kept.state != "revoked":
             self._forget(kept)
+        elif kept.id not in self._dropping:  # else its source has said so again before that is done
+            self._threads.start(lambda: self._drop(kept))  # waits for the lock before it ends
+            self._dropping.add(kept.id)
         return True
 
     def _drop(self, kept: policy.Destination) -> None:
@@ -273,6 +275,7 @@ class Incoming:
         except Exception:
             _log.exception("the engine failed to drop request %r", kept.request)
         with self._lock:
+            self._dropping.discard(kept.id)
             self._forget(kept)
 
     def _forget(self, found: policy.Destination) -> None:
