@@ -115,6 +115,9 @@ class Arriving:
 
     def _hear(self) -> None:
         found = self.destination
+        if (lost := self._evidence.lost()) is not None:
+            found.fail(str(lost))  # the source cannot hear it: this instance has to end
+            self.tear_off()
         is_gone = self._proof() is not None  # before what it says is read: it may ask for the request, and die
         for said in self.dialogue.read():
             found.hear(said, gone=is_gone)

@@ -98,7 +98,7 @@ class Leaving:
     def _hear(self) -> None:
         source, peer = self.source, self.dialogue.peer
         heard = self.dialogue.read()
-        if self._torn is not None:
+        if self._is_torn():
             return
         if (proof := self._evidence.of(peer, source.id.destination)) is not None:
             # What it said has died with it, also if it was that it decodes: the request is here.
@@ -114,6 +114,12 @@ class Leaving:
                 self.handle._end(late)  # who has it is known later: `state` says so
         elif source.state == "handed" and time.monotonic() >= self._stopped_at + self._timing.stop_s:
             self._keep(StateError(f"{peer} did not go on with request {source.request!r} in time"))
+
+    def _is_torn(self) -> bool:
+        """Whether this thread is to end: also because this instance has lost a rank, and no peer hears it any more."""
+        if self._torn is None and (lost := self._evidence.lost()) is not None:
+            self.tear_off(lost)
+        return self._torn is not None
 
     def _was_cancelled(self) -> bool:
         """Whether it was; then the request stays here, or is asked for."""
@@ -157,7 +163,7 @@ class Leaving:
             self._keep(StateError(f"request {source.request!r} has ended here"))
             return
         self._stopped = stopped
-        if self._was_cancelled():
+        if self._was_cancelled() or self._is_torn():
             return
         source.hand_over(_progress(stopped), stopped.state)
         self.handle._note("handed over")
