@@ -51,6 +51,7 @@ BENCHES = {
     "mell": "bench.mell.study",
     "scaling": "bench.mell.scaling",
     "live-stop": "bench.mell.live_stop",
+    "live-ways": "bench.mell.live_ways",
     "live": "bench.mell.live",
     "settle": "bench.lending.settlement",
     "multiplexing": "bench.multiplexing.policies",
