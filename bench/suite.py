@@ -65,6 +65,7 @@ BENCHES = {
     "dist-contexts": "bench.distattention.contexts",
     "dist-serving": "bench.distattention.serving",
     "dist-migration": "bench.distattention.migration",
+    "dist-border": "bench.distattention.border",
     "dist-fragments": "bench.distattention.fragments",
     "dist-breakdown": "bench.distattention.breakdown",
     "dist-remote": "bench.distattention.remote",

@@ -71,8 +71,8 @@ def run(context: Context) -> Report:
     with report.guarded("instance-seconds"):
         measured = {policy: [_measure(policy, seed, context.quick) for seed in seeds] for policy in _POLICIES}
         report.rows += _rows(measured)
-        seen = {policy: [run.seen for run in runs] for policy, runs in measured.items()}
-        thought = {policy: [run.thought for run in runs] for policy, runs in measured.items()}
+        seen: dict[str, list[Traced]] = {policy: [run.seen for run in runs] for policy, runs in measured.items()}
+        thought: dict[str, list[Traced]] = {policy: [run.thought for run in runs] for policy, runs in measured.items()}
         report.rows += _figures(seen, thought)
         report.series = {
             kind: {policy: over_seeds(runs) | {"over_time": runs[0].over_time} for policy, runs in found.items()}
@@ -151,11 +151,11 @@ def _error(
         for policy in _POLICIES
     }
     own = errors.pop("mell")
-    peers = {policy: median(values) for policy, values in errors.items() if values}
+    peers: dict[str, float] = {policy: median(values) for policy, values in errors.items() if values}
     return Row(what, median(own) if own else 0.0, "%", target, peers=peers, details={"by seed": own})
 
 
-def _figures(seen: Mapping[PolicyName, list[Traced]], thought: Mapping[PolicyName, list[Traced]]) -> list[Row]:
+def _figures(seen: Mapping[str, list[Traced]], thought: Mapping[str, list[Traced]]) -> list[Row]:
     """The figures of the paper: a row each, with the spread over seeds and the prediction."""
     found = {policy: over_seeds(runs) for policy, runs in seen.items()}
     expected = {policy: over_seeds(runs) for policy, runs in thought.items()}

@@ -69,7 +69,9 @@ def run(context: Context) -> Report:
 def _measure(sides: list[Remote], tokens: int, rounds: int, what: str) -> list[Row]:
     alone, busy = [], []
     stops, gaps, copies = [], [], []
-    agains = [_again(*sides, f"again {tokens} {number}", tokens) for number in range(3 if tokens < 16384 else 1)]
+    agains = [
+        _again(sides[0], sides[1], f"again {tokens} {number}", tokens) for number in range(3 if tokens < 16384 else 1)
+    ]
     details: dict[str, Any] = {}
     for number in range(rounds):
         idle = [side.ask("now") for side in sides]
