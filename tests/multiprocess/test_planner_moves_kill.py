@@ -1,4 +1,4 @@
-"""SIGKILL of the member that plans while a request leaves it, or comes to it, by a plan of its own.
+"""SIGKILL of the member that plans while a request leaves it, or comes to it, as it has planned.
 
 Bugs these tests are there to find: a request that is decoded nowhere, or in two places, because the member that planned
 its move had a part in it; a next planner that waits for that move, or takes what has gone for what is on its way.

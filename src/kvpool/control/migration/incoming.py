@@ -243,7 +243,9 @@ class Incoming:
         return ask
 
     def _ask(self, found: policy.Destination, dialogue: Dialogue[policy.SourceSays]) -> bool:
-        """Asks the source of a request that is kept once more. Whether that is over."""
+        """Asks the source of a request that is kept once more. Whether that is over: also if no peer can hear it."""
+        if self._evidence.lost() is not None:
+            return True
         proof = self._evidence.of(dialogue.peer, found.id.source)
         is_over = proof == "fenced" and self._engine.progress(found.request) is None
         with self._lock:

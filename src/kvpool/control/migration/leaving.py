@@ -107,8 +107,7 @@ class Leaving:
         for said in heard:
             source.hear(said)
         self._was_cancelled()
-        if time.monotonic() >= self._deadline:
-            late = DeadlineExceeded(f"request {source.request!r} did not reach {peer} in time")
+        if (late := self._late()) is not None:
             self._keep(late)
             if not source.ended:
                 self.handle._end(late)  # who has it is known later: `state` says so
@@ -120,6 +119,11 @@ class Leaving:
         if self._torn is None and (lost := self._evidence.lost()) is not None:
             self.tear_off(lost)
         return self._torn is not None
+
+    def _late(self) -> DeadlineExceeded | None:
+        if time.monotonic() < self._deadline:
+            return None
+        return DeadlineExceeded(f"request {self.source.request!r} did not reach {self.dialogue.peer} in time")
 
     def _was_cancelled(self) -> bool:
         """Whether it was; then the request stays here, or is asked for."""
@@ -163,7 +167,9 @@ class Leaving:
             self._keep(StateError(f"request {source.request!r} has ended here"))
             return
         self._stopped = stopped
-        if self._was_cancelled() or self._is_torn():
+        if (late := self._late()) is not None:
+            self._keep(late)
+        if late is not None or self._was_cancelled() or self._is_torn():
             return
         source.hand_over(_progress(stopped), stopped.state)
         self.handle._note("handed over")

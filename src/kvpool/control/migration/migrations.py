@@ -139,7 +139,7 @@ class Migrations:
                 memory.
             Unsupported: Its blocks lie in several pools: ranks without a scheduler.
             Busy: It has just come, and its source does not know that yet.
-            PeerLost: There is no such peer.
+            PeerLost: There is no such peer. Or a rank of this instance is lost, and all of its blocks with it.
             ArgumentError: A wrong way or timeout, or the name or its namespace has more than 1,024 characters.
             ClosedError: This is closed, or the pool.
         """
@@ -151,6 +151,7 @@ class Migrations:
         if self._closed:
             raise ClosedError("the migrations of this pool were closed")
         _check_whole(self._pool)
+        self.check()
         deadline = time.monotonic() + seconds
         destination = self._find(to, seconds)
         found = self._engine.progress(request)
@@ -233,6 +234,11 @@ class Migrations:
         Not of those that have ended here and whose source is fenced: they keep no instance from its end.
         """
         return self._incoming.names()
+
+    def check(self) -> None:
+        """Raises PeerLost if a rank of this instance is lost, and all of its blocks with it: nothing moves any more."""
+        if (lost := self._evidence.lost()) is not None:
+            raise lost
 
     def totals(self) -> MigrationTotals:
         """What became of migrations so far."""

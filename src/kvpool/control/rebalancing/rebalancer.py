@@ -16,7 +16,7 @@ from kvpool.control.rebalancing.engine import RebalancedEngine
 from kvpool.control.rebalancing.epochs import Epochs
 from kvpool.control.rebalancing.seat import Seat
 from kvpool.control.rebalancing.totals import RebalancingTotals
-from kvpool.errors import ArgumentError, Error, StateError
+from kvpool.errors import ArgumentError, Error, PeerLost, StateError
 from kvpool.policy.rebalancing import SCHEDULERS, Planner, PolicyName
 
 __all__ = ["Rebalancer"]
@@ -178,7 +178,7 @@ def _run(
         except Exception as error:  # the engine's, too
             if strong.left:
                 return
-            if isinstance(error, StateError):  # another incarnation has the name
+            if isinstance(error, (StateError, PeerLost)):  # another incarnation has the name; or its memory is lost
                 _log.info("this instance takes no part: %s", error)
             else:
                 _log.exception("a step of rebalancing has failed; it is tried again")
