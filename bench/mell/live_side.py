@@ -24,7 +24,7 @@ from kvpool.policy.migration import FIRST, Term, Way, WayCosts
 
 BLOCK_TOKENS, TOKEN_BYTES = 16, 4096
 SLOWDOWN = 0.1  # of steps, by what is prefilled beside them
-_GROWTH_TOKENS = 512
+_GROWTH_TOKENS = 2048
 _MATRIX, _TOKEN_MATRIX = 256, 128
 _TOKEN_S = 0.15e-3  # of one that waits
 _AGAIN_TOKENS = 128  # of a request that starts again, a step: it is not background work
@@ -60,7 +60,8 @@ class Subject:
 
         `computes`: each step keeps the processor busy; otherwise it waits, as an engine waits for its GPU.
         """
-        os.sched_setaffinity(0, {processor})
+        able = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {able[processor % len(able)]})
         layout = kvpool.RawLayout(block_bytes=TOKEN_BYTES * BLOCK_TOKENS, block_tokens=BLOCK_TOKENS)
         self._pool = kvpool.Pool(layout, hbm_blocks=blocks, name=name, huge_pages="never")
         self._kv = self._pool.tensor(kvpool.HBM).numpy().reshape(blocks, BLOCK_TOKENS, TOKEN_BYTES)

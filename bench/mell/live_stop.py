@@ -42,7 +42,7 @@ def run(context: Context) -> Report:
             "what stands as p99 is the largest of the repeats, which are too few for more",
         ]
     )
-    blocks = max(_CONTEXTS) // BLOCK_TOKENS + 256
+    blocks = max(_CONTEXTS) // BLOCK_TOKENS + 512
     for computes in (False, True):
         with ExitStack() as stack:
             sides = [stack.enter_context(Remote(_MODULE, environment=_ENVIRONMENT)) for _ in range(2)]
@@ -58,11 +58,17 @@ def run(context: Context) -> Report:
                 side.ask("serve", bytes_per_s=_BYTES_PER_S)
                 side.ask("begin", request=f"other-{number}", context=BLOCK_TOKENS)
             sides[0].ask("connect", address=sides[1].ask("listen"))
+            stops = []
             for tokens in _CONTEXTS:
                 what = f"{tokens} tokens, {'computes' if computes else 'waits'}"
                 with report.guarded(what):
                     rows = _measure(sides, tokens, context.pick(7, 30), what)
                     report.rows += rows if computes else rows[:2]
+                    stops.append(rows[0].value)
+            if len(stops) == len(_CONTEXTS):
+                mode, (least, *_, most) = "computes" if computes else "waits", _CONTEXTS
+                what = f"{mode}: the stop at {most} tokens, beyond that at {least}"
+                report.rows.append(Row(what, stops[-1] - stops[0], "steps", details={"stops": stops}))
     return report
 
 
