@@ -22,9 +22,10 @@ from kvpool.control.migration.talking import Dialogue, Timing
 from kvpool.control.migration.totals import MigrationTotals, Tally
 from kvpool.errors import ArgumentError, ClosedError, PeerLost, StateError, Unsupported
 from kvpool.policy import migration as policy
+from kvpool.policy.fields import count_of, seconds_of
 from kvpool.pool import Pool
 from kvpool.transfer import Received, ReceivedCallback
-from kvpool.types import HBM, Medium
+from kvpool.types import DRAM, HBM, Medium
 
 __all__ = ["Migrations"]
 
@@ -87,6 +88,11 @@ class Migrations:
             raise StateError("migrations: the pool has no peers yet: listen, connect or attach first")
         if pool in _POOLS:
             raise StateError("migrations: the pool has one already, or had one: a pool has one in its life")
+        if medium not in (HBM, DRAM):
+            raise ArgumentError(f"medium is {medium!r}; it must be HBM or DRAM")
+        count_of(arrivals_max, "arrivals_max", 0)
+        if bytes_per_s is not None:
+            seconds_of(bytes_per_s, "bytes_per_s")
         _check_whole(pool)
         self._pool = pool
         self._engine = engine
