@@ -229,7 +229,7 @@ MIGRATION_BUGS: Final[tuple[Bug, ...]] = (
         "policy",
         "a request that its source has asked back before it died is given back to it: it is lost",
         in_python("policy/migration/destination.py", 'if gone and said.phase == "withdrawn":', "if False:"),
-        ("python/policy/test_migration.py", "python/control/test_migration_faults.py"),
+        ("python/policy/test_migration.py", "python/control/test_migration_alone.py"),
         build="python",
     ),
     Bug(
@@ -237,7 +237,7 @@ MIGRATION_BUGS: Final[tuple[Bug, ...]] = (
         "control",
         "a request for which the engine has no room when its source has just died is given back to it: it is lost",
         in_python("control/migration/arriving.py", "        self._look_for_source()  # it may have died since\n", ""),
-        ("python/control/test_migration_faults.py",),
+        ("python/control/test_migration_alone.py",),
         build="python",
     ),
     Bug(

@@ -12,30 +12,14 @@ import threading
 import time
 
 import pytest
-from control.migration_kit import LENGTH, Place, Reader, check, eventually, prompt_of
+from control.migration_kit import LENGTH, check, eventually, prompt_of
+from control.migration_pair import make, reader
 from control.rebalancing_kit import World
 
 import kvpool
 from kvpool.policy.rebalancing import PlannedMove
 
-
-@pytest.fixture
-def reader():
-    return Reader()
-
-
-@pytest.fixture
-def make(reader):
-    found = []
-
-    def two(there=None, **here):
-        found.extend([Place("a", reader, **here), Place("b", reader, **(there or {}))])
-        found[0].pool.peers.connect(found[1].address)
-        return found
-
-    yield two
-    for each in found:
-        each.close()
+__all__ = ["make", "reader"]
 
 
 def test_a_request_whose_deadline_passes_while_it_is_stopped_is_not_handed_over(make, reader):
