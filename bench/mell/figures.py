@@ -16,7 +16,7 @@ def draw_all(out: Path, series: dict[str, Any]) -> list[str]:
 
 
 def _cells(out: Path, series: dict[str, Any]) -> list[str]:
-    """Fig 11, 12, 14 and 15: a panel a figure, for each cell."""
+    """Fig 11 to 15: a panel a figure, for each cell."""
     cells = series["cells"]
     short = [f"{'13B' if '13B' in cell['hardware'] else '7B'}\n{_brief(cell['workload'])}" for cell in cells]
 
@@ -55,7 +55,16 @@ def _cells(out: Path, series: dict[str, Any]) -> list[str]:
             )
         axes.set_title("GPUs over time, s: 13B, Poisson 1.1/s  (Fig 15)", fontsize=9)
 
-    return plots.draw(out / "mell.png", "MELL, BF, WF and LB", over_bound, moves, utilisation, over_time)
+    def saved(axes: Any) -> None:
+        heights = []
+        for cell in cells:
+            batched, single = (cell["policies"][name]["moves_s"]["median"] for name in ("MELL", "MELL, one by one"))
+            heights.append(100 * (1 - batched / single))
+        axes.bar(range(len(cells)), heights, 0.6, color=plots.shade(0, 4))
+        axes.set_xticks(range(len(cells)), short, fontsize=5)
+        axes.set_title("moves of MELL that batching saves, %  (Fig 13)", fontsize=9)
+
+    return plots.draw(out / "mell.png", "MELL, BF, WF and LB", over_bound, moves, saved, utilisation, over_time)
 
 
 def _brief(name: str) -> str:

@@ -10,9 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvpool.policy import mell
 from kvpool.policy.rebalancing import InstanceState, Planner, PlanNumber, RunningRequest, WaitingRequest
 
-__all__ = ["Predicted", "predict"]
+__all__ = ["Predicted", "predict", "room_of"]
 
 
 class Arriving(Protocol):
@@ -41,6 +42,9 @@ class Predicted:
         instances_max: At once.
         moves: Of requests.
         preempted: Requests that had to wait for another place.
+        bound_seconds: No placement of what runs takes fewer instance-seconds.
+        token_seconds: Of the room of what runs.
+        over_time: Seconds and instances, each epoch.
     """
 
     seconds: float
@@ -48,6 +52,14 @@ class Predicted:
     instances_max: int
     moves: int
     preempted: int
+    bound_seconds: float
+    token_seconds: float
+    over_time: tuple[tuple[float, int], ...]
+
+
+def room_of(tokens: float, block_tokens: int) -> int:
+    """The tokens of the blocks that a request of so many has, with its next one."""
+    return -(-int(tokens + 1) // block_tokens) * block_tokens
 
 
 @dataclass
@@ -74,11 +86,12 @@ def predict(
     ends = {each.name: len(each.prompt) + each.new_tokens for each in coming}
     live = {1: _Instance(0.0)}
     number, epoch, moves, preempted, most = 1, 0, 0, 0, 1
-    used = 0.0
+    used = bound = held = 0.0
+    over_time = []
     capacity = blocks * block_tokens
 
     def room(tokens: float) -> int:
-        return -(-int(tokens + 1) // block_tokens) * block_tokens
+        return room_of(tokens, block_tokens)
 
     while coming or any(one.running or one.waiting for one in live.values()):
         now = epoch * epoch_s
@@ -118,6 +131,10 @@ def predict(
         for _ in range(min(plan.starts - starting, planner.instances_max - len(live))):
             number += 1
             live[number] = _Instance(now + start_s)
+        sizes = [room(tokens) for one in live.values() for tokens in one.running.values()]
         used += len(live) * epoch_s
+        bound += mell.lower_bound(sizes, capacity) * epoch_s
+        held += sum(sizes) * epoch_s
+        over_time.append((now, len(live)))
         most = max(most, len(live))
-    return Predicted(epoch * epoch_s, used, most, moves, preempted)
+    return Predicted(epoch * epoch_s, used, most, moves, preempted, bound, held, tuple(over_time))

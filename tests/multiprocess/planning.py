@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from control.migration_kit import ToyEngine, prompt_of, reference
-from holding import Evicting
+from holding import Evicting, hold_behind
 from kit import BLOCK, small_pool
 from transfer.kit import SECRET, eventually
 
@@ -62,6 +62,14 @@ class Engine(ToyEngine):
     """Its requests wait a few tokens before their end, until they may end."""
 
     may_end = False
+
+    def stop(self, request: str) -> Any:
+        """A part of a block is left to fetch: no round has sent it, whatever came before."""
+        self._call("stopping", request)
+        with self.lock:
+            while request in self.requests and self.requests[request].whole % BLOCK == 0 and super().step(request):
+                pass
+            return super().stop(request)
 
     def running(self) -> list[tuple[str, int]]:
         with self.lock:
@@ -170,10 +178,18 @@ class Member:
         self.stack.callback(self.evicting.end)
         self.engine.run(0.02)
 
-    def begin(self) -> None:
-        """The request of its name begins."""
-        prompt = _prompt(self.name)
-        self.engine.begin(self.name, prompt, len(prompt) + MORE)
+    def begin(self, request: str) -> None:
+        """A request begins here."""
+        prompt = _prompt(request)
+        self.engine.begin(request, prompt, len(prompt) + MORE)
+
+    def hold_at(self, phase: str) -> None:
+        """Its migrations pause in this call of the engine, or behind this fetch of the pool."""
+        self.pause.at(phase)
+        if phase in ("background", "decode"):
+            hold_behind(self.pool, "fetch", lambda: self.pause.reached(phase), priority=phase)
+        else:
+            self.engine.before[phase] = lambda _: self.pause.reached(phase)
 
     def be_ready(self) -> None:
         """Its plans may move requests."""

@@ -149,6 +149,7 @@ class FakeMigrations:
     def __init__(self, instance):
         self.instance, self.hold, self.failure = instance, False, None
         self.held: dict[str, Migration] = {}
+        self.lost = None
         self.moved = 0
         self.asked = []
 
@@ -191,6 +192,10 @@ class FakeMigrations:
 
     def totals(self):
         return MigrationTotals({("kv", "ok"): self.moved, ("kv", "Busy"): 1}, {}, 0, 0.0, ())
+
+    def check(self):
+        if self.lost is not None:
+            raise self.lost
 
     def under_way(self):
         return tuple(self.held.values())

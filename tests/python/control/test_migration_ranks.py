@@ -98,7 +98,7 @@ def lose(make, pair, at, lost):
     with Migrations(a.pool, here) as leaving, Migrations(b.pool, there) as coming:
         here.begin("r", prompt, LENGTH)
         moving = leaving.migrate("r", "b", by="kv", timeout=5)
-        with pytest.raises(kvpool.DeadlineExceeded):
+        with pytest.raises(kvpool.PeerLost if lost == "a" else kvpool.DeadlineExceeded):
             moving.wait(60)
         if lost == "a":
             eventually(lambda: "r" in there.requests)

@@ -87,7 +87,8 @@ class Arriving:
                 try:
                     news = self._turn(news=news)
                 except Exception as error:
-                    found.fail(f"{type(error).__name__}: {error}")  # changes nothing once it is decoded here
+                    if not found.handed:  # else its source may be gone, unnoticed for this very error
+                        found.fail(f"{type(error).__name__}: {error}")
                     if self._room.pool.closed:
                         return
                     _log.exception("request %r has met an error", found.request, extra={"peer": self.dialogue.peer})
@@ -115,6 +116,9 @@ class Arriving:
 
     def _hear(self) -> None:
         found = self.destination
+        if (lost := self._evidence.lost()) is not None:
+            found.fail(str(lost))  # the source cannot hear it: this instance has to end
+            self.tear_off()
         is_gone = self._proof() is not None  # before what it says is read: it may ask for the request, and die
         for said in self.dialogue.read():
             found.hear(said, gone=is_gone)
@@ -142,7 +146,10 @@ class Arriving:
             except _NO_ROOM as error:
                 self._has_no_room(error)
             except Exception as error:  # of the engine, too
-                _log.info("request %r does not arrive: %s", found.request, error, extra={"peer": self.dialogue.peer})
+                level = logging.ERROR if found.alone else logging.INFO  # nobody else has it: it is lost
+                _log.log(
+                    level, "request %r does not arrive: %s", found.request, error, extra={"peer": self.dialogue.peer}
+                )
                 found.fail(f"{type(error).__name__}: {error}")
             return found.work() is None and not found.ready
         if found.ready:

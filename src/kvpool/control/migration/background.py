@@ -42,12 +42,13 @@ class Threads:
             raise
 
     def join(self, seconds: float) -> None:
-        """Waits for those that run now, for so long in all."""
+        """Waits for those that run now, for so long in all; not for the one that calls this, as an engine may."""
         with self._lock:
             running = list(self._running)
         until = time.monotonic() + seconds
         for thread in running:
-            thread.join(max(0.0, until - time.monotonic()))
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, until - time.monotonic()))
 
 
 class Chores:

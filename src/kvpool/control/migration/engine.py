@@ -24,6 +24,8 @@ class RequestProgress:
         namespace: Of its prompt.
         term: What `resume` or `adopt` gave last; FIRST for a request that never migrated.
         room: How many tokens the destination is to have room for, at least. 0: the tokens, and two blocks more.
+        pools: How many pools have a part of each of its blocks. Of several ranks they are one logical instance, whose
+            scheduler's pool counts as one. More are ranks that nothing holds together, which `migrate` refuses.
     """
 
     tokens: Tokens
@@ -32,6 +34,7 @@ class RequestProgress:
     namespace: str = ""
     term: Term = FIRST
     room: int = 0
+    pools: int = 1
 
 
 @dataclass(frozen=True, eq=False)

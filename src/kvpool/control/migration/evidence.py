@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Final, Literal, TypeAlias
 
 from kvpool.cluster import Cluster, MemberEvent
-from kvpool.errors import ClosedError
+from kvpool.errors import ClosedError, PeerLost
 from kvpool.policy.migration.recent import Recent
 from kvpool.pool import Pool
 
@@ -86,6 +86,13 @@ class Evidence:
     def closed(self) -> bool:
         """Whether the pool is closed: nothing is heard or proved any more."""
         return self._pool.closed
+
+    def lost(self) -> PeerLost | None:
+        """Why this instance has no memory any more, and is heard by no peer: a rank of it is lost. None: it has."""
+        if self._pool.closed or self._pool.ranks.parallel is None:
+            return None
+        lost = [one.rank for one in self._pool.ranks if one.joined and one.link == "closed"]
+        return PeerLost(f"ranks {lost} of this instance are lost, and the instance with them") if lost else None
 
     def incarnation(self, peer: str) -> int | None:
         """Which incarnation of a peer is connected; from now on its end is noticed. None: it is not connected."""

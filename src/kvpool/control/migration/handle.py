@@ -81,7 +81,8 @@ class Migration:
         Raises:
             OutOfBlocks: The destination is full; nothing was moved, or no more than was fetched is lost.
             Cancelled: By `cancel`; the request has stayed, if `state` says "here".
-            PeerLost: The destination is gone.
+            PeerLost: The destination is gone. Or a rank of this instance is, and the instance with it: what `state`
+                calls "here" then has ended, and of what was handed over only the destination knows more.
             DeadlineExceeded: It was not done in time. If `state` says "handed over" it goes on.
             StateError: The destination gave up, or the request has ended here.
             TimeoutError: This wait is over; the migration goes on.

@@ -75,6 +75,7 @@ class Incoming:
         self._arriving: dict[policy.MigrationId, Arriving] = {}  # each has a thread
         self._offered: set[policy.MigrationId] = set()  # that a thread looks at
         self._over: set[policy.MigrationId] = set()  # of what is kept: ended here, and the source is fenced
+        self._dropping: set[policy.MigrationId] = set()  # of what is kept: a thread tells the engine to drop it
         self._closed = False
 
     def names(self) -> tuple[str, ...]:
@@ -242,7 +243,9 @@ class Incoming:
         return ask
 
     def _ask(self, found: policy.Destination, dialogue: Dialogue[policy.SourceSays]) -> bool:
-        """Asks the source of a request that is kept once more. Whether that is over."""
+        """Asks the source of a request that is kept once more. Whether that is over: also if no peer can hear it."""
+        if self._evidence.lost() is not None:
+            return True
         proof = self._evidence.of(dialogue.peer, found.id.source)
         is_over = proof == "fenced" and self._engine.progress(found.request) is None
         with self._lock:
@@ -261,10 +264,11 @@ class Incoming:
         """Forgets one that is kept, if it is known who has it. The caller holds the lock."""
         if not kept.settled:
             return False
-        if kept.state == "revoked":
-            self._threads.start(lambda: self._drop(kept))
-        else:
+        if kept.state != "revoked":
             self._forget(kept)
+        elif kept.id not in self._dropping:  # else its source has said so again before that is done
+            self._threads.start(lambda: self._drop(kept))  # waits for the lock before it ends
+            self._dropping.add(kept.id)
         return True
 
     def _drop(self, kept: policy.Destination) -> None:
@@ -273,6 +277,7 @@ class Incoming:
         except Exception:
             _log.exception("the engine failed to drop request %r", kept.request)
         with self._lock:
+            self._dropping.discard(kept.id)
             self._forget(kept)
 
     def _forget(self, found: policy.Destination) -> None:

@@ -98,7 +98,7 @@ class Leaving:
     def _hear(self) -> None:
         source, peer = self.source, self.dialogue.peer
         heard = self.dialogue.read()
-        if self._torn is not None:
+        if self._is_torn():
             return
         if (proof := self._evidence.of(peer, source.id.destination)) is not None:
             # What it said has died with it, also if it was that it decodes: the request is here.
@@ -107,13 +107,23 @@ class Leaving:
         for said in heard:
             source.hear(said)
         self._was_cancelled()
-        if time.monotonic() >= self._deadline:
-            late = DeadlineExceeded(f"request {source.request!r} did not reach {peer} in time")
+        if (late := self._late()) is not None:
             self._keep(late)
             if not source.ended:
                 self.handle._end(late)  # who has it is known later: `state` says so
         elif source.state == "handed" and time.monotonic() >= self._stopped_at + self._timing.stop_s:
             self._keep(StateError(f"{peer} did not go on with request {source.request!r} in time"))
+
+    def _is_torn(self) -> bool:
+        """Whether this thread is to end: also because this instance has lost a rank, and no peer hears it any more."""
+        if self._torn is None and (lost := self._evidence.lost()) is not None:
+            self.tear_off(lost)
+        return self._torn is not None
+
+    def _late(self) -> DeadlineExceeded | None:
+        if time.monotonic() < self._deadline:
+            return None
+        return DeadlineExceeded(f"request {self.source.request!r} did not reach {self.dialogue.peer} in time")
 
     def _was_cancelled(self) -> bool:
         """Whether it was; then the request stays here, or is asked for."""
@@ -157,7 +167,9 @@ class Leaving:
             self._keep(StateError(f"request {source.request!r} has ended here"))
             return
         self._stopped = stopped
-        if self._was_cancelled():
+        if (late := self._late()) is not None:
+            self._keep(late)
+        if late is not None or self._was_cancelled() or self._is_torn():
             return
         source.hand_over(_progress(stopped), stopped.state)
         self.handle._note("handed over")

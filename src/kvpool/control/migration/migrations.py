@@ -20,11 +20,12 @@ from kvpool.control.migration.leaving import Leaving
 from kvpool.control.migration.mailbox import NAMESPACE, Mailbox
 from kvpool.control.migration.talking import Dialogue, Timing
 from kvpool.control.migration.totals import MigrationTotals, Tally
-from kvpool.errors import ArgumentError, ClosedError, PeerLost, StateError
+from kvpool.errors import ArgumentError, ClosedError, PeerLost, StateError, Unsupported
 from kvpool.policy import migration as policy
+from kvpool.policy.fields import count_of, seconds_of
 from kvpool.pool import Pool
 from kvpool.transfer import Received, ReceivedCallback
-from kvpool.types import HBM, Medium
+from kvpool.types import DRAM, HBM, Medium
 
 __all__ = ["Migrations"]
 
@@ -61,7 +62,8 @@ class Migrations:
         take_inbox: False: the engine reads the inbox, and gives items to `take`.
 
     Raises:
-        StateError: The pool has no peers yet, or had a `Migrations` before, or something else takes its inbox.
+        StateError: The pool has no peers yet, or had a `Migrations` before, or something else takes its inbox; or its
+            HBM is a rank's memory, whose scheduler has the requests.
         OutOfBlocks: It has no block left.
         ArgumentError: A value out of range.
     """
@@ -86,6 +88,12 @@ class Migrations:
             raise StateError("migrations: the pool has no peers yet: listen, connect or attach first")
         if pool in _POOLS:
             raise StateError("migrations: the pool has one already, or had one: a pool has one in its life")
+        if medium not in (HBM, DRAM):
+            raise ArgumentError(f"medium is {medium!r}; it must be HBM or DRAM")
+        count_of(arrivals_max, "arrivals_max", 0)
+        if bytes_per_s is not None:
+            seconds_of(bytes_per_s, "bytes_per_s")
+        _check_whole(pool)
         self._pool = pool
         self._engine = engine
         self._rules = rules or policy.StopRules()
@@ -133,9 +141,11 @@ class Migrations:
             A handle: wait, await, cancel, state. If it fails the request goes on here, unless `state` says otherwise.
 
         Raises:
-            StateError: The engine does not have the request, or it is on its way already.
+            StateError: The engine does not have the request, or it is on its way already; or a rank has this pool's
+                memory.
+            Unsupported: Its blocks lie in several pools: ranks without a scheduler.
             Busy: It has just come, and its source does not know that yet.
-            PeerLost: There is no such peer.
+            PeerLost: There is no such peer. Or a rank of this instance is lost, and all of its blocks with it.
             ArgumentError: A wrong way or timeout, or the name or its namespace has more than 1,024 characters.
             ClosedError: This is closed, or the pool.
         """
@@ -146,11 +156,18 @@ class Migrations:
             raise ArgumentError(f"timeout is {timeout}; it must be above 0")
         if self._closed:
             raise ClosedError("the migrations of this pool were closed")
+        _check_whole(self._pool)
+        self.check()
         deadline = time.monotonic() + seconds
         destination = self._find(to, seconds)
         found = self._engine.progress(request)
         if found is None:
             raise StateError(f"the engine does not have request {request!r}")
+        if found.pools != 1:
+            raise Unsupported(
+                f"the blocks of request {request!r} lie in {found.pools} pools, of which each could move without the "
+                "others: make them ranks of one instance (Pool.ranks), and migrate at its scheduler"
+            )
         policy.check_names(request, found.namespace)
         size = self._pool.kv_layout.block_tokens
         room = found.room or len(found.tokens) + _GROWTH_BLOCKS * size
@@ -223,6 +240,11 @@ class Migrations:
         Not of those that have ended here and whose source is fenced: they keep no instance from its end.
         """
         return self._incoming.names()
+
+    def check(self) -> None:
+        """Raises PeerLost if a rank of this instance is lost, and all of its blocks with it: nothing moves any more."""
+        if (lost := self._evidence.lost()) is not None:
+            raise lost
 
     def totals(self) -> MigrationTotals:
         """What became of migrations so far."""
@@ -310,3 +332,9 @@ class Migrations:
         if any(each.source.request == request for each in self._leaving.values()):
             raise StateError(f"request {request!r} is on its way already")
         self._incoming.check_may_leave(request)
+
+
+def _check_whole(pool: Pool) -> None:
+    """Raises if the blocks of this pool are a rank's part of those of a logical instance."""
+    if pool._ranks_here:
+        raise StateError("this pool is the memory of a rank: requests migrate at the scheduler of its instance")

@@ -13,6 +13,7 @@ from kvpool._core import Transfer
 from kvpool.control.migration.mailbox import Mailbox
 from kvpool.errors import ArgumentError, Error
 from kvpool.policy import migration as policy
+from kvpool.policy.fields import seconds_of
 
 __all__ = ["Dialogue", "Timing"]
 
@@ -36,9 +37,9 @@ class Timing:
     stop_s: float = 2.0
 
     def __post_init__(self) -> None:
-        """Raises ArgumentError for a time that is not above 0."""
-        if not min(self.repeat_s, self.silence_s, self.stop_s) > 0:
-            raise ArgumentError(f"times of migrations must be above 0: {self}")
+        """Raises ArgumentError for a time that is not above 0, or not finite."""
+        for name in ("repeat_s", "silence_s", "stop_s"):
+            seconds_of(getattr(self, name), name)
 
 
 class Dialogue(Generic[_Heard]):

@@ -35,6 +35,9 @@ class Migrates(Protocol):
     def totals(self) -> MigrationTotals:
         """What became of migrations so far."""
 
+    def check(self) -> None:
+        """Raises PeerLost if the instance has lost its memory."""
+
 
 class Carrier:
     """Moves requests away from here, as plans ask. Thread-safe.
@@ -122,14 +125,15 @@ class Carrier:
             self._stays_until = {name: until for name, until in self._stays_until.items() if name in here}
 
     def close(self, timeout: float) -> None:
-        """Begins no more moves, and waits for those that have begun. Idempotent."""
+        """Begins no more moves, and waits for those that have begun, but for one that calls this. Idempotent."""
         with self._lock:
             self._closed = True
             self._queue.clear()
             threads = list(self._threads)
         until = time.monotonic() + timeout
         for each in threads:
-            each.join(max(0.0, until - time.monotonic()))
+            if each is not threading.current_thread():  # its engine closes it in a call of it
+                each.join(max(0.0, until - time.monotonic()))
 
     def _run(self) -> None:
         try:

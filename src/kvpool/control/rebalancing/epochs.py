@@ -145,7 +145,9 @@ class Epochs:
         Raises:
             ClosedError: The instance has left the cluster.
             StateError: Another incarnation has its name.
+            PeerLost: The instance has lost a rank, and its memory with it: others are to give it up.
         """
+        self._migrations.check()
         began, lease = self._clock(), self._lease()  # before what the others say: it may be stopped in between
         said = self._members.read(self._cluster.members())
         said.pop(self._instance, None)  # what this instance says is here, and newer

@@ -16,7 +16,8 @@ from kvpool.control.rebalancing.engine import RebalancedEngine
 from kvpool.control.rebalancing.epochs import Epochs
 from kvpool.control.rebalancing.seat import Seat
 from kvpool.control.rebalancing.totals import RebalancingTotals
-from kvpool.errors import ArgumentError, Error, StateError
+from kvpool.errors import ArgumentError, Error, PeerLost, StateError
+from kvpool.policy.fields import count_of, seconds_of
 from kvpool.policy.rebalancing import SCHEDULERS, Planner, PolicyName
 
 __all__ = ["Rebalancer"]
@@ -68,11 +69,10 @@ class Rebalancer:
         terminate: Callable[[], object] | None = None,
     ) -> None:
         move_s = 10 * epoch_s if move_s is None else move_s
-        if min(capacity, moves_at_once) < 1 or growth < 0 or not min(epoch_s, move_s) > 0:
-            raise ArgumentError(
-                f"capacity {capacity} and moves_at_once {moves_at_once} must be 1 or more, growth {growth} 0 or more, "
-                f"epoch_s {epoch_s} and move_s {move_s} above 0"
-            )
+        for count, name, least in (capacity, "capacity", 1), (moves_at_once, "moves_at_once", 1), (growth, "growth", 0):
+            count_of(count, name, least)
+        for seconds, name in (epoch_s, "epoch_s"), (move_s, "move_s"):
+            seconds_of(seconds, name)
         planner = _planner(policy)
         self._wake = wake = threading.Event()
         self._stop = threading.Event()
@@ -178,7 +178,7 @@ def _run(
         except Exception as error:  # the engine's, too
             if strong.left:
                 return
-            if isinstance(error, StateError):  # another incarnation has the name
+            if isinstance(error, (StateError, PeerLost)):  # another incarnation has the name; or its memory is lost
                 _log.info("this instance takes no part: %s", error)
             else:
                 _log.exception("a step of rebalancing has failed; it is tried again")

@@ -22,7 +22,7 @@ is to where the latest plan wants it. Such moves may wait for each other's room 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 
 from kvpool.errors import ArgumentError
@@ -44,7 +44,7 @@ class _Waiting:
         epochs: How many epochs it has waited.
         stuck: For how many of the latest epochs it had no prospect of room.
         way: Set once a part was carried, or when it is stopped.
-        carried: Tokens that are at the destination.
+        parts: Tokens of each request that are at the destination; parts carry the requests in their order.
         stopped: Its requests do not run, and take no room.
     """
 
@@ -53,8 +53,22 @@ class _Waiting:
     epochs: int = 0
     stuck: int = 0
     way: Way | None = None
-    carried: int = 0
+    parts: dict[RequestId, int] = field(default_factory=dict)
     stopped: bool = False
+
+    @property
+    def carried(self) -> int:
+        """Tokens that are at the destination."""
+        return sum(self.parts.values())
+
+    def bring(self, tokens: int, sizes: Mapping[RequestId, int]) -> None:
+        """A part is at the destination."""
+        for request in self.move.requests:
+            before = self.parts.get(request, 0)
+            more = min(tokens, sizes[request] - before)
+            if more > 0:
+                self.parts[request] = before + more
+                tokens -= more
 
     @property
     def left(self) -> int:
@@ -153,7 +167,7 @@ class Backlog:
         self._add_all(moves, sizes)
         if len(self._waiting) > self._chain_max * len(sizes):
             self._waiting = self._netted(sizes)
-        epoch = _Epoch(self._waiting, Budgets(boundaries, batches), free, fit)
+        epoch = _Epoch(self._waiting, sizes, Budgets(boundaries, batches), free, fit)
         stuck = epoch.stuck(epoch.make_all())
         self._waiting = epoch.waiting
         for each in self._waiting:
@@ -176,12 +190,13 @@ class Backlog:
         """Moves are of the requests that run, with the tokens that these have."""
         for each in self._waiting:
             each.move = _of(each.move, (request for request in each.move.requests if request in sizes), sizes)
-            each.carried = min(each.carried, each.move.tokens)
+            each.parts = {name: min(part, sizes[name]) for name, part in each.parts.items() if name in sizes}
         self._waiting = [each for each in self._waiting if each.move.requests]
 
     def _add_all(self, moves: Sequence[Move], sizes: Mapping[RequestId, int]) -> None:
         """Adds moves; each replaces a waiting one of the same requests, unless a move needs the room that it leaves."""
         waiting = {each.number: each for each in self._waiting}
+        begun = {each.move.requests: each for each in self._waiting if each.parts}
         last_of = {request: each for each in self._waiting for request in each.move.requests}
         last_to = {each.move.destination: each.number for each in self._waiting}
         for move in moves:
@@ -197,13 +212,19 @@ class Backlog:
                 new.way = Way.TOKENS if new.stopped else None
                 if new.move.source == new.move.destination and not new.stopped:
                     continue  # it stays
+                carrying = begun.get(move.requests)
+                if carrying is not None and carrying.move.destination == move.destination:  # the plan led back
+                    new.way, new.parts = carrying.way, carrying.parts
             waiting[new.number] = new
             last_of.update(dict.fromkeys(move.requests, new))
             last_to[new.move.destination] = new.number
         self._waiting = list(waiting.values())
 
     def _netted(self, sizes: Mapping[RequestId, int]) -> list[_Waiting]:
-        """One move for requests that wait for the same moves: from the source of the first to where the last leads."""
+        """One move for requests that wait for the same moves: from the source of the first to where the last leads.
+
+        Parts that the first has brought there stay; only the first of a chain has any.
+        """
         chains: dict[RequestId, list[_Waiting]] = {}
         for each in self._waiting:
             for request in each.move.requests:
@@ -219,10 +240,10 @@ class Backlog:
                 continue  # it stays
             move = _of(Move(tuple(requests), first.move.source, to, 0), requests, sizes)
             new = _Waiting(move, next(self._numbers), first.epochs, first.stuck, stopped=first.stopped)
-            if len(chain) == 1 and len(requests) == len(first.move.requests):
-                new.way, new.carried = first.way, first.carried
-            elif first.stopped:
-                new.way = Way.TOKENS
+            if to == first.move.destination:
+                new.parts = {name: first.parts[name] for name in requests if name in first.parts}
+            if new.parts or new.stopped:
+                new.way = first.way
             found.append(new)
         return found
 
@@ -230,8 +251,16 @@ class Backlog:
 class _Epoch:
     """One epoch of a backlog: what is left of boundaries and room, and what was found so far."""
 
-    def __init__(self, waiting: list[_Waiting], budgets: Budgets, free: Mapping[int, int], fit: Fit) -> None:
+    def __init__(
+        self,
+        waiting: list[_Waiting],
+        sizes: Mapping[RequestId, int],
+        budgets: Budgets,
+        free: Mapping[int, int],
+        fit: Fit,
+    ) -> None:
         self.waiting = waiting
+        self._sizes = sizes
         self.found = Division(link_use=budgets.link_use, compute_use=budgets.compute_use)
         self._budgets = budgets
         self._fit = fit
@@ -273,7 +302,7 @@ class _Epoch:
     def stop(self, each: _Waiting) -> None:
         """Its requests leave their source, where something can prefill them at the destination one day."""
         if self._budgets.compute_left(each.move.destination, whole=True) > 0:
-            each.stopped, each.way, each.carried = True, Way.TOKENS, 0
+            each.stopped, each.way, each.parts = True, Way.TOKENS, {}
             self.found.stopped.append(each.move)
 
     def _counted_on(self) -> dict[_Waiting, int | None]:
@@ -292,7 +321,7 @@ class _Epoch:
         """Makes a move that has room, or carries a part of one that is too large for an epoch; whether it is made."""
         if each.way is not None and not each.stopped and self._budget(each, each.way, whole=True) <= 0:
             self._take(each, -each.carried)  # that way is closed: it begins again
-            each.way, each.carried = None, 0
+            each.way, each.parts = None, {}
         fitting = each.way or way_of(each.move, each.left, self._budgets, self._fit)
         if fitting is not None and self._budget(each, fitting) >= each.left:
             if each.carried:
@@ -306,7 +335,7 @@ class _Epoch:
             if part:
                 self._use(each, way, part)
                 each.way = way
-                each.carried += part
+                each.bring(part, self._sizes)
                 self.found.parts.append(Part(each.move, way, part))
         return False
 
