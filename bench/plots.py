@@ -24,7 +24,10 @@ def draw(path: Path, title: str, *panels: Callable[[Any], None]) -> list[str]:
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(1 + 5.2 * columns, 0.3 + 3.9 * rows), layout="constrained")
     FigureCanvasAgg(figure)
-    for axes, paint in zip(figure.subplots(rows, columns, squeeze=False).flat, panels, strict=True):
+    places = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axes in places[len(panels) :]:  # of an odd number
+        axes.set_visible(False)
+    for axes, paint in zip(places, panels, strict=False):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         paint(axes)
