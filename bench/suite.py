@@ -73,6 +73,7 @@ BENCHES = {
     "vllm-tiers": "bench.engines.vllm_tiers",
     "vllm-pd": "bench.engines.vllm_pd",
     "vllm-router": "bench.engines.vllm_router",
+    "vllm-fit": "bench.engines.vllm_fit",
     "sim": "bench.sim.speed",
     "gpu": "bench.gpu.speed",
     "gpu-links": "bench.gpu.links",

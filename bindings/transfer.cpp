@@ -248,7 +248,8 @@ Args:
     private: Up to 1 MiB for the receiving application, which gets it with the blocks: see Pool.inbox. None: the
         application is not told.
     strategy: How blocks are cut into calls: "by_layer", "by_layer_agg", "by_request", "by_request_agg". "auto" is
-        "by_request_agg": one call for each contiguous run. (The route "sock" gathers small pieces by itself.)
+        "by_request_agg": one call for each contiguous run, or for many pieces where the route gathers ("sock", "cma",
+        "nccl"). "by_layer" and "by_request" make a call for each piece.
     priority: "decode" goes before "prefill", and that before "background".
     route: "shm", "cuda_ipc", "cma", "sock", "ucx", "nccl" or "loopback"; None: the cheapest that both sides have.
     checksum: The receiver verifies the content before it commits.

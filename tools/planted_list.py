@@ -52,6 +52,17 @@ BUGS: Final[tuple[Bug, ...]] = (
         ("strips_test.cpp", "block_copy_test.cpp"),
     ),
     Bug(
+        "apart-and-yet-in-one-frame",
+        "routes",
+        "by_layer and by_request gather over sockets: a comparison of strategies compares one with itself",
+        in_cpp(
+            "routes/sock/sock_route.cpp",
+            "frame_limits(request, frame_bytes_max())",
+            "frame_limits({}, frame_bytes_max())",
+        ),
+        ("sock_route_test.cpp",),
+    ),
+    Bug(
         "pinned-key-in-the-order",
         "index",
         "a block that two matches hold is evicted when the first is closed: the second reads another prompt's",

@@ -19,9 +19,15 @@ class Engine:
     left_ms = 0.0
 
     def start(
-        self, model: str, connector: bool, max_len: int, role: str = "kv_both", options: dict[str, Any] | None = None
+        self,
+        model: str,
+        connector: bool,
+        max_len: int,
+        role: str = "kv_both",
+        options: dict[str, Any] | None = None,
+        arguments: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """An engine, with kvpool's connector or without."""
+        """An engine, with kvpool's connector or without; `arguments` are vLLM's, in place of those here."""
         from bench.engines import tiny_llama
 
         shape: dict[str, Any] = {
@@ -37,7 +43,7 @@ class Engine:
         from vllm.config import KVTransferConfig
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-        more: dict[str, Any] = {}
+        more: dict[str, Any] = {"max_num_batched_tokens": 8192, "max_num_seqs": 8, **(arguments or {})}
         extra = {"dram_gib": 1, **(options or {})}
         if connector:
             from kvpool.engines.vllm import register
@@ -48,7 +54,7 @@ class Engine:
             )
         self.llm = vllm.LLM(
             model=model, skip_tokenizer_init=True, enforce_eager=True, block_size=BLOCK, seed=0, dtype="bfloat16",
-            max_model_len=max_len, max_num_batched_tokens=8192, max_num_seqs=8, disable_log_stats=True,
+            max_model_len=max_len, disable_log_stats=True,
             distributed_executor_backend=UniProcExecutor, num_gpu_blocks_override=BLOCKS, **more,
         )  # fmt: skip
         return {"vllm": vllm.__version__, "torch": torch.__version__}

@@ -1,8 +1,12 @@
 """Figure 11 of the MemServe paper: discrete against aggregated blocks.
 
 One prompt of 2,048 tokens of Llama-2-13B's shape goes from one process to another: 128 blocks of 16 tokens. A discrete
-block is 2 * 40 pieces, a layer's K or V each, as engines have it; an aggregated one is a single piece. So aggregation
-makes 80 times fewer calls; what that saves depends on the transport.
+block is 2 * 40 pieces of 160 KiB, a layer's K or V each, as engines have it; an aggregated one is a single piece. So
+aggregation makes 80 times fewer calls; what that saves depends on the transport, and on how long pieces are. So the
+same is measured with one head in place of 40, pieces of 4 KiB, as one of many tensor-parallel ranks has.
+
+Discrete blocks are sent a piece a call, as in the paper, and gathered: the same pieces by "by_request_agg", which puts
+them into one message where the route has messages.
 """
 
 from __future__ import annotations
@@ -29,12 +33,13 @@ PEERS = ("UCX",)  # for its library
 _LAYERS, _HEADS, _DIM, _BLOCK_TOKENS = 40, 40, 128, 16
 _TOKENS, _QUICK_TOKENS = 2048, 256
 _ORDERS = ("discrete", "aggregated")
-_PLACES = ("scattered", "in a row")
+_PLACES = ("scattered", "gathered", "in a row")
+_HEADS_OF = {"160 KiB": _HEADS, "4 KiB": 1}  # by the length of a piece
 _FEWER_CALLS = 2 * _LAYERS
 
 
-def layout(order: Any) -> kvpool.KVLayout:
-    return kvpool.KVLayout(_LAYERS, _HEADS, _DIM, "float16", _BLOCK_TOKENS, order=order)
+def layout(order: Any, heads: int = _HEADS) -> kvpool.KVLayout:
+    return kvpool.KVLayout(_LAYERS, heads, _DIM, "float16", _BLOCK_TOKENS, order=order)
 
 
 class Subject(Side):
@@ -62,6 +67,7 @@ class Subject(Side):
         strategy: Strategy = "by_request" if options["order"] == "discrete" else "by_request_agg"
         self._calls = {
             "scattered": lambda: write(strategy, own[self._order], lent[self._order]),
+            "gathered": lambda: write("by_request_agg", own[self._order], lent[self._order]),
             # The same blocks to the same places in the order of the memory, so that neighbours can be merged.
             "in a row": lambda: write("by_request_agg", own, lent),
         }
@@ -79,8 +85,8 @@ class Subject(Side):
         self._pool.close()
         del self._pool
 
-    def _make(self, blocks: int, *, order: str, route: str, **_: Any) -> None:
-        shape = layout(order)
+    def _make(self, blocks: int, *, order: str, route: str, heads: int, **_: Any) -> None:
+        shape = layout(order, heads)
         if route in ("cma", "ucx"):
             self._adopt(blocks, shape, route)
             return
@@ -95,7 +101,7 @@ class Subject(Side):
             self._pool = kvpool.Pool(whole, hbm=[memory.reshape(blocks, shape.block_bytes)], **settings(route))
             self._region = memory.view(np.uint64).reshape(blocks, -1)
             return
-        tensors = memory.view(np.float16).reshape(_LAYERS, 2, blocks, _HEADS, _BLOCK_TOKENS, _DIM)
+        tensors = memory.view(np.float16).reshape(_LAYERS, 2, blocks, shape.kv_heads, _BLOCK_TOKENS, _DIM)
         self._pool = kvpool.Pool(shape, hbm=list(tensors), block_dim=1, **settings(route))
         self._region = np.moveaxis(tensors, 2, 0).view(np.uint64)
 
@@ -113,14 +119,20 @@ def run(context: Context) -> Report:
     report = Report()
     tokens = context.pick(_QUICK_TOKENS, _TOKENS)
     points = {}
-    for way in _ways(context):
-        point = _measure(context, report, tokens, way)
-        if point is not None:
-            points[way.name] = point
+    for pieces, heads in _HEADS_OF.items():
+        for way in _ways(context):
+            name = f"{way.name}, {pieces}"
+            point = _measure(context, report, tokens, way, name, heads)
+            if point is not None:
+                points[name] = point
     report.series = {
         "tokens": tokens,
         "median_ms": {
-            name: {order: _ms(point, order, "scattered") for order in _ORDERS} for name, point in points.items()
+            name: {
+                **{order: _ms(point, order, "scattered") for order in _ORDERS},
+                "gathered": _ms(point, "discrete", "gathered"),
+            }
+            for name, point in points.items()
         },
     }
     title = f"Discrete against aggregated blocks (MemServe, Fig 11): {tokens:,} tokens of Llama-2-13B"
@@ -132,9 +144,11 @@ def run(context: Context) -> Report:
             lambda axes: _paint_calls(axes, points),
         )
     report.notes += [
-        f"{tokens // _BLOCK_TOKENS} blocks of {layout('aggregated').block_bytes >> 20} MiB, to named destinations. "
-        "Scattered: no block is followed by its neighbour; discrete by_request, aggregated by_request_agg. In a row: "
-        "the same blocks by_request_agg, so that neighbours are merged. sock cuts what is longer than a frame, 4 MiB.",
+        f"{tokens // _BLOCK_TOKENS} blocks of 12 MiB, or 320 KiB of pieces of 4 KiB, to named destinations. Scattered: "
+        "no block is followed by its neighbour; discrete by_request, aggregated by_request_agg. Gathered: the discrete "
+        "blocks by_request_agg. In a row: the same in the order of memory, so that neighbours are merged.",
+        "shm and ucx write each piece in place: gathering would copy it once more. sock gathers into frames of up to "
+        "4 MiB, cma into lists of up to 1,024 pieces for one call of the kernel. What a route cuts counts once.",
         "cma and ucx: the engine's own memory, a tensor a layer, against one tensor of whole blocks.",
     ]
     return report
@@ -154,9 +168,9 @@ def _ways(context: Context) -> list[_Way]:
     return ways
 
 
-def _measure(context: Context, report: Report, tokens: int, way: _Way) -> Point | None:
+def _measure(context: Context, report: Report, tokens: int, way: _Way, name: str, heads: int) -> Point | None:
     """Both layouts in turns."""
-    options = {"route": way.route, "link": way.link}
+    options = {"route": way.route, "link": way.link, "heads": heads}
     kinds = [
         Kind(order, _PLACES, module=__name__, environment=way.environment, options={"order": order, **options})
         for order in _ORDERS
@@ -167,17 +181,29 @@ def _measure(context: Context, report: Report, tokens: int, way: _Way) -> Point 
         for pair in pairs:
             processes.callback(pair.close)
         count = tokens // _BLOCK_TOKENS
-        point = measure(pairs, count, layout("discrete").block_bytes, context.pick(3, 5), 0.0, notes)
-    report.notes += [f"{way.name}: {note}" for note in notes]
+        point = measure(pairs, count, layout("discrete", heads).block_bytes, context.pick(3, 5), 0.0, notes)
+    report.notes += [f"{name}: {note}" for note in notes]
     if len(point.facts) < len(_ORDERS):
         return None
-    report.rows += _rows(way.name, point)
+    report.rows += _rows(name, point)
     return point
 
 
 def _rows(name: str, point: Point) -> list[Row]:
-    rows = []
-    for place in _PLACES:
+    gathered, apart = _ms(point, "discrete", "gathered"), _ms(point, "discrete", "scattered")
+    calls = point.facts["discrete"]["calls"]
+    rows = [
+        Row(f"{name}: discrete, gathered", gathered, "ms", peers={"a call a piece": apart}),
+        Row(f"{name}: a call a piece / gathered, time", apart / gathered, "x", better="higher"),
+        Row(
+            f"{name}: a call a piece / gathered, calls",
+            calls["scattered"] / calls["gathered"],
+            "x",
+            better="higher",
+            details=calls,
+        ),
+    ]
+    for place in ("scattered", "in a row"):
         calls = {order: point.facts[order]["calls"][place] for order in _ORDERS}
         timing = point.timings["aggregated", place]
         rows.append(
@@ -203,9 +229,10 @@ def _ms(point: Point, order: str, place: str) -> float:
 
 
 def _paint_times(axes: Any, points: dict[str, Point]) -> None:
-    _bars(
-        axes, {order: [_ms(point, order, "scattered") for point in points.values()] for order in _ORDERS}, list(points)
-    )
+    times = {order: [_ms(point, order, "scattered") for point in points.values()] for order in _ORDERS}
+    times["discrete, gathered"] = [_ms(point, "discrete", "gathered") for point in points.values()]
+    _bars(axes, times, list(points))
+    axes.set_yscale("log")
     axes.set_ylabel("time of the transfer (ms, median)")
     axes.set_title("(a) time, scattered blocks", loc="left", fontsize=10)
     axes.legend(frameon=False)
@@ -213,6 +240,7 @@ def _paint_times(axes: Any, points: dict[str, Point]) -> None:
 
 def _paint_calls(axes: Any, points: dict[str, Point]) -> None:
     calls = {order: [point.facts[order]["calls"]["scattered"] for point in points.values()] for order in _ORDERS}
+    calls["discrete, gathered"] = [point.facts["discrete"]["calls"]["gathered"] for point in points.values()]
     _bars(axes, calls, list(points))
     axes.set_yscale("log")
     axes.set_ylabel("calls")
@@ -222,5 +250,6 @@ def _paint_calls(axes: Any, points: dict[str, Point]) -> None:
 def _bars(axes: Any, heights: dict[str, list[float]], names: list[str]) -> None:
     places = np.arange(len(names))
     for number, (order, values) in enumerate(heights.items()):
-        axes.bar(places + 0.38 * (number - 0.5), values, 0.36, label=order, color=plots.shade(number, len(heights)))
-    axes.set_xticks(places, names)
+        at = places + 0.26 * (number - (len(heights) - 1) / 2)
+        axes.bar(at, values, 0.24, label=order, color=plots.shade(number, len(heights)))
+    axes.set_xticks(places, [name.replace(", ", "\n") for name in names], fontsize=7)

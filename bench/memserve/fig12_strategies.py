@@ -2,9 +2,13 @@
 
 Requests arrive at random (Poisson). One instance computes them in turn, layer by layer, and sends their blocks to
 another, while it computes the next. Measured is the time from a request's arrival until all of its blocks have arrived.
+A prompt has 1,024 tokens, as in the paper. The 32 that answer it are decoded by the receiver, which takes as long
+whatever sent the prompt, so their time is left out.
 
 Simulated is the computing: a layer is a sleep of fixed length, as a GPU computes without the CPU's doing. Real are
-reservation, transfer and notification, between two processes.
+reservation, transfer and notification, between two processes. A prompt of Llama-2-13B is 800 MiB in pieces of 160 KiB,
+which takes a socket longer than a GPU takes to compute it: so the length of a layer is one with which both take about
+as long. One head in place of 40, pieces of 4 KiB, is one of many tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -12,10 +16,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from queue import Queue
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,14 +35,35 @@ from bench.transfer.own import listen, settings
 
 TITLE = "MemServe Fig 12: transfer strategies under rising load, from arrival to the last block"
 PEERS: tuple[str, ...] = ()
-_STRATEGIES = ("by_layer", "by_layer_agg", "by_request", "by_request_agg")
-_ORDERS = {"by_request_agg": "aggregated"}  # the others send an engine's discrete blocks
-_ROUTES = (("shm", "shm", "unix"), ("sock, TCP", "sock", "tcp"))
-_LAYER_S = 1e-3
+# Of the pools, and what they send. by_request_agg sends aggregated blocks, as in the paper; "gathered" discrete ones.
+_SENT = {
+    "by_layer": ("discrete", "by_layer"),
+    "by_layer_agg": ("discrete", "by_layer_agg"),
+    "by_request": ("discrete", "by_request"),
+    "by_request, gathered": ("discrete", "by_request_agg"),
+    "by_request_agg": ("aggregated", "by_request_agg"),
+}
+_STRATEGIES: tuple[str, ...] = tuple(_SENT)
+
+
+class _Way(NamedTuple):
+    name: str
+    route: str
+    link: str
+    heads: int
+    layer_s: float
+
+
+_WAYS = (
+    _Way("shm, 160 KiB", "shm", "unix", 40, 3e-3),
+    _Way("shm, 4 KiB", "shm", "unix", 1, 1e-3),
+    _Way("sock, TCP, 160 KiB", "sock", "tcp", 40, 20e-3),
+    _Way("sock, TCP, 4 KiB", "sock", "tcp", 1, 1e-3),
+)
 _LOADS = (0.2, 0.4, 0.6, 0.8, 0.95)  # of what the computing instance can do
 _QUICK_LOADS = (0.3, 0.7)
-_TOKENS, _QUICK_TOKENS = 128, 64
-_IN_FLIGHT = 6  # requests whose blocks fit into either pool; more wait for room
+_TOKENS, _QUICK_TOKENS = 1024, 128
+_IN_FLIGHT = 3  # requests whose blocks fit into either pool; more wait for room
 _TIMEOUT_S = 60.0
 _SEED = 1
 
@@ -46,9 +71,9 @@ _SEED = 1
 class Subject:
     """The computing instance, or the one that receives; see bench/remote.py."""
 
-    def start(self, order: str, route: str, tokens: int) -> None:
-        shape = layout(order)
-        self._layers = shape.layers
+    def start(self, order: str, route: str, tokens: int, heads: int, layer_s: float) -> None:
+        shape = layout(order, heads)
+        self._layers, self._layer_s = shape.layers, layer_s
         self._blocks = tokens // shape.block_tokens
         self._pool = kvpool.Pool(shape, hbm_blocks=_IN_FLIGHT * self._blocks, **settings(route))
         self._route = route
@@ -69,7 +94,7 @@ class Subject:
 
     def serve(self, strategy: str, load: float, requests: int) -> list[float]:
         """Times from arrival to the last block of so many requests; microseconds."""
-        compute_s = self._layers * _LAYER_S
+        compute_s = self._layers * self._layer_s
         # The same arrivals at every load, only closer together.
         gaps = np.random.default_rng(_SEED).exponential(compute_s / load, requests)
         started = perf_counter()
@@ -86,7 +111,7 @@ class Subject:
     def _compute_and_send(self, strategy: str, addrs: npt.NDArray[np.uint64]) -> kvpool.Transfer:
         options: dict[str, Any] = {"strategy": strategy, "route": self._route, "private": b"", "timeout": _TIMEOUT_S}
         if not strategy.startswith("by_layer"):
-            _sleep_until(perf_counter() + self._layers * _LAYER_S)
+            _sleep_until(perf_counter() + self._layers * self._layer_s)
             whole: kvpool.Transfer = self._pool.transfer(self._peer, addrs, **options)
             return whole
         opened: kvpool.TransferStream = self._pool.transfer(self._peer, addrs, **options, layerwise=True)
@@ -94,7 +119,7 @@ class Subject:
             begun = perf_counter()
             for layer in range(self._layers):
                 # By the clock, not by what is left after sending: a GPU computes on while the layer before is sent.
-                _sleep_until(begun + (layer + 1) * _LAYER_S)
+                _sleep_until(begun + (layer + 1) * self._layer_s)
                 stream.send_layer(layer)
         return stream.transfer
 
@@ -116,55 +141,64 @@ def run(context: Context) -> Report:
     tokens = context.pick(_QUICK_TOKENS, _TOKENS)
     loads = _QUICK_LOADS if context.quick else _LOADS
     means = {}
-    for name, route, link in _ROUTES:
+    for way in _WAYS:
         try:
-            means[name] = _measure(context, report, name, route, link, tokens, loads)
+            means[way.name] = _measure(context, report, way, tokens, loads)
         except RemoteError as error:
-            report.notes.append(f"{name} left out: {str(error)[:240]}")
-    capacity = 1 / (layout("discrete").layers * _LAYER_S)
-    report.series = {"requests_per_s": [load * capacity for load in loads], "mean_ms": means}
+            report.notes.append(f"{way.name} left out: {str(error)[:240]}")
+    layers = layout("discrete").layers
+    report.series = {"load": loads, "layer_ms": {way.name: way.layer_s * 1e3 for way in _WAYS}, "mean_ms": means}
     if means:
-        panels = [lambda axes, name=name: _paint(axes, name, means[name], loads, capacity) for name in means]
+        panels = [
+            lambda axes, way=way: _paint(axes, way.name, means[way.name], loads, 1 / (layers * way.layer_s))
+            for way in _WAYS
+            if way.name in means
+        ]
         title = f"Arrival to last block under load (MemServe, Fig 12): {tokens} tokens of Llama-2-13B"
         report.plots += plots.draw(context.out / "fig12.png", title, *panels)
     report.notes += [
-        f"Simulated: computing, {layout('discrete').layers} layers of {_LAYER_S * 1e3:.0f} ms, one request at a time. "
-        "Load: of what can be computed. Real: reservation, transfer, notification.",
+        f"Simulated: computing, {layers} layers of "
+        + ", ".join(f"{way.layer_s * 1e3:.0f} ms ({way.name})" for way in _WAYS)
+        + "; one request at a time. Load: of what can be computed. Real: reservation, transfer, notification.",
         "by_request_agg sends aggregated blocks, the others discrete ones. The same arrivals for all.",
     ]
     return report
 
 
 def _measure(
-    context: Context, report: Report, name: str, route: str, link: str, tokens: int, loads: tuple[float, ...]
+    context: Context, report: Report, way: _Way, tokens: int, loads: tuple[float, ...]
 ) -> dict[str, list[float]]:
     """Mean milliseconds by strategy, one for each load."""
-    means: dict[str, list[float]] = {strategy: [] for strategy in _STRATEGIES}
     requests = context.pick(10, 30)
-    with ExitStack() as stack:
-        senders = {
-            order: stack.enter_context(_meeting(order, route, link, tokens)) for order in ("discrete", "aggregated")
-        }
-        for strategy in _STRATEGIES:
-            senders[_ORDERS.get(strategy, "discrete")].ask("serve", strategy=strategy, load=1.0, requests=2)  # warms up
-        for load in loads:
-            for strategy in _STRATEGIES:
-                sender = senders[_ORDERS.get(strategy, "discrete")]
-                times = sender.ask("serve", strategy=strategy, load=load, requests=requests)
-                mean = sum(times) / len(times) / 1000
-                means[strategy].append(mean)
-                what = f"{name}, load {load:.0%}: {strategy}, mean"
-                report.rows.append(Row(what, mean, "ms", p99=summarize(times).p99_us / 1000))
-    return means
+    taken: dict[str, dict[float, list[float]]] = {}
+    for order in ("discrete", "aggregated"):  # one after the other: each has pools of several GB
+        with _meeting(order, way, tokens) as sender:
+            sent = {name: strategy for name, (of, strategy) in _SENT.items() if of == order}
+            for strategy in sent.values():
+                sender.ask("serve", strategy=strategy, load=1.0, requests=2)  # warms up
+            for load in loads:
+                for name, strategy in sent.items():
+                    times = sender.ask("serve", strategy=strategy, load=load, requests=requests)
+                    taken.setdefault(name, {})[load] = times
+    for load in loads:
+        for name in _STRATEGIES:
+            times = taken[name][load]
+            what = f"{way.name}, load {load:.0%}: {name}, mean"
+            report.rows.append(Row(what, _mean_ms(times), "ms", p99=summarize(times).p99_us / 1000))
+    return {name: [_mean_ms(taken[name][load]) for load in loads] for name in _STRATEGIES}
+
+
+def _mean_ms(times_us: list[float]) -> float:
+    return sum(times_us) / len(times_us) / 1000
 
 
 @contextmanager
-def _meeting(order: str, route: str, link: str, tokens: int) -> Iterator[Remote]:
+def _meeting(order: str, way: _Way, tokens: int) -> Iterator[Remote]:
     """A sender that is connected to a receiver."""
     with Remote(__name__) as receiver, Remote(__name__) as sender:
         for remote in (receiver, sender):
-            remote.ask("start", order=order, route=route, tokens=tokens)
-        address = receiver.ask("listen", link=link)
+            remote.ask("start", order=order, route=way.route, tokens=tokens, heads=way.heads, layer_s=way.layer_s)
+        address = receiver.ask("listen", link=way.link)
         receiver.ask("take")
         sender.ask("connect", address=address)
         yield sender

@@ -95,13 +95,42 @@ TEST_CASE("cma writes into another process what a naive copy writes") {
                                         peer.pidfd(), team);
       const WriteOutcome outcome = testing::write_whole(*route, trial);
       CHECK(
-          outcome.calls ==
+          outcome.pieces ==
           StripPlan(trial.source.spans(), trial.target.spans(), trial.strips, trial.merge).count(trial.from, trial.to));
+      CHECK(outcome.calls <= outcome.pieces);
+      if (!trial.gather) CHECK(outcome.calls == outcome.pieces);
       peer.go();
       CHECK(peer.wait() == 0);
       CHECK(trial.target == before);
     }
   }
+}
+
+TEST_CASE("the kernel takes pieces in lists by cma, and one by one if they must not be gathered") {
+  if (!machine_has_cma()) return;
+  constexpr std::uint32_t kBlocks = 1500;
+  constexpr std::size_t kBytes = 256;
+  std::byte* memory = anonymous(2 * kBlocks * kBytes);
+  for (std::size_t i = 0; i < kBlocks * kBytes; ++i) memory[i] = static_cast<std::byte>(i / kBytes % 251);
+  std::byte* const there = memory + kBlocks * kBytes;
+  PeerProcess peer([&](const auto& wait) {
+    if (!allow_tracers() || !wait()) return 2;
+    return std::memcmp(memory, there, kBlocks * kBytes) == 0 ? 0 : 1;
+  });
+  CopyTeam team;
+  const auto route = make_cma_route(spans_at(memory, kBlocks, kBytes), nullptr,
+                                    metadata_of(spans_at(there, kBlocks, kBytes)), peer.pid(), peer.pidfd(), team);
+  const WholeWrite write(kBlocks, kBytes);
+  WriteRequest request = write.request();
+  request.gather = false;
+  CHECK(route->write(request).calls == kBlocks);
+  request.gather = true;
+  const WriteOutcome gathered = route->write(request);
+  CHECK(gathered.calls == 2);  // lists of up to 1,024
+  CHECK(gathered.pieces == kBlocks);
+  peer.go();
+  CHECK(peer.wait() == 0);
+  munmap(memory, 2 * kBlocks * kBytes);
 }
 
 TEST_CASE("cma refuses what every route refuses") {

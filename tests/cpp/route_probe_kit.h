@@ -43,13 +43,13 @@ class ModelRoute final : public Route {
     WriteOutcome outcome;
     plan.emit(request.from, request.to, [&](std::span<const CopyPiece> pieces) {
       copy_pieces(pieces, CopyWay::kCached);
-      outcome.calls += pieces.size();
+      outcome.pieces += pieces.size();
       for (const CopyPiece& piece : pieces) outcome.bytes += piece.bytes;
       return true;
     });
-    const double us = truth_.us(outcome.calls, outcome.bytes);
+    const double us = truth_.us(outcome.pieces, outcome.bytes);
     clock_.run(clock_.now_ns() + static_cast<std::int64_t>(us * 1e3), [] { return false; });
-    cost_.measured(media_set_of(request.from), media_set_of(request.to), outcome.calls, outcome.bytes, us,
+    cost_.measured(media_set_of(request.from), media_set_of(request.to), outcome.pieces, outcome.bytes, us,
                    clock_.now_ns());
     return outcome;
   }

@@ -30,6 +30,7 @@ struct Trial {
     from = random_blocks(dice, blocks, count);
     to = random_blocks(dice, blocks, count);
     merge = dice.one_in(2);
+    gather = dice.one_in(2);
     naive_write(source.spans(), expected.spans(), strips, from, to);
   }
 
@@ -51,6 +52,7 @@ struct Trial {
     request.from = from;
     request.to = to;
     request.merge = merge;
+    request.gather = gather;
     request.deadline_ns = monotonic_ns() + 30 * kSecondNs;
     return request;
   }
@@ -63,6 +65,7 @@ struct Trial {
   std::vector<Address> from;
   std::vector<Address> to;
   bool merge = true;
+  bool gather = true;
 };
 
 // The route writes what it should; returns its outcome. The caller checks the target.

@@ -85,7 +85,9 @@ TEST_CASE("frames place at the receiver the bytes that a naive copy writes, what
       const auto link = std::make_shared<PlacingLink>(trial.target.spans());
       const auto route = make_sock_route(trial.source.spans(), nullptr, link);
       const WriteOutcome outcome = testing::write_whole(*route, trial);
-      CHECK(outcome.calls >= link->pieces());  // gathered ones are fewer on the way
+      CHECK(outcome.pieces >= link->pieces());  // gathered ones are fewer on the way
+      CHECK(outcome.calls <= trial.strips.size() * trial.from.size());
+      if (!trial.gather) CHECK(outcome.calls == trial.strips.size() * trial.from.size());
       CHECK(trial.target == trial.expected);
     }
   }
@@ -146,6 +148,69 @@ TEST_CASE("blocks longer than a frame are cut, and shorter ones share a frame") 
   CHECK(frames_of(64, 4096) == 1);
   CHECK(frames_of(2049, 4096) == 3);
   CHECK(frames_of(5000, 16) == 2);
+}
+
+TEST_CASE("pieces share a frame of sock, and if they must not, each is a frame") {
+  constexpr std::uint32_t kBlocks = 40;
+  constexpr std::size_t kPiece = 4096;
+  Dice dice(8);
+  const auto shape = testing::plain_shape(kBlocks, {kPiece, kPiece, kPiece, kPiece});
+  testing::BlockMemory source(dice, shape, {});
+  const std::vector<BlockStrip> layer{{2 * kPiece, 2 * kPiece, 2 * kPiece}};
+  const std::vector<BlockStrip> pieces{{2 * kPiece, 2 * kPiece, kPiece}, {3 * kPiece, 3 * kPiece, kPiece}};
+  std::vector<Address> from;
+  std::vector<Address> to;
+  for (std::uint32_t i = 0; i < 32; ++i) {
+    from.push_back(make_address(0, Medium::kHbm, 0, i * 7 % kBlocks));
+    to.push_back(make_address(0, Medium::kHbm, 0, (i * 11 + 3) % kBlocks));
+  }
+  for (const std::uint64_t wanted : {kPayloadBytesMax, std::uint64_t{3000}}) {
+    for (const bool gather : {true, false}) {
+      testing::BlockMemory target(dice, shape, {});
+      testing::BlockMemory expected(target);
+      testing::naive_write(source.spans(), expected.spans(), layer, from, to);
+      const auto link = std::make_shared<PlacingLink>(target.spans());
+      link->want([&] { return wanted; });
+      const auto route = make_sock_route(source.spans(), nullptr, link);
+      WriteRequest request;
+      request.transfer = 7;
+      request.strips = gather ? layer : pieces;
+      request.from = from;
+      request.to = to;
+      request.merge = gather;
+      request.gather = gather;
+      request.deadline_ns = monotonic_ns() + 30 * testing::kSecondNs;
+      const WriteOutcome outcome = route->write(request);
+      CHECK(target == expected);
+      CHECK(outcome.calls == (gather ? 1 : 64));  // however slow the link is
+      if (wanted == kPayloadBytesMax) CHECK(link->frames() == outcome.calls);
+    }
+  }
+}
+
+TEST_CASE("a strip that takes several frames of sock is one call, and so are strips that share one") {
+  Dice dice(9);
+  const auto calls_of = [&](std::size_t bytes, std::uint32_t blocks, bool gather) {
+    testing::BlockMemory memory(dice, testing::plain_shape(blocks, {bytes}), {});
+    testing::BlockMemory target(dice, testing::plain_shape(blocks, {bytes}), {});
+    const BlockStrip whole{0, 0, bytes};
+    std::vector<Address> all;
+    for (std::uint32_t i = 0; i < blocks; ++i) all.push_back(make_address(0, Medium::kHbm, 0, i));
+    const auto link = std::make_shared<PlacingLink>(target.spans());
+    const auto route = make_sock_route(memory.spans(), nullptr, link);
+    WriteRequest request;
+    request.transfer = 7;
+    request.strips = {&whole, 1};
+    request.from = all;
+    request.to = all;
+    request.gather = gather;
+    request.deadline_ns = monotonic_ns() + 30 * testing::kSecondNs;
+    return route->write(request).calls;
+  };
+  CHECK(calls_of((std::size_t{9} << 20) + 5, 2, true) == 2);
+  CHECK(calls_of((std::size_t{9} << 20) + 5, 2, false) == 2);
+  CHECK(calls_of(std::size_t{1} << 20, 10, true) == 3);
+  CHECK(calls_of(std::size_t{1} << 20, 10, false) == 10);
 }
 
 TEST_CASE("a sock write reports that it is refused or that its link ends") {

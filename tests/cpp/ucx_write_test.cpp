@@ -32,6 +32,7 @@ struct FakeUcx {
   ucs_status_t flush = UCS_OK;
   ucs_status_t endpoint_fails = UCS_OK;  // when the flush completes
   std::deque<Operation> under_way;
+  int puts_made = 0;
   int flushes = 0;
   int closes = 0;
   ucp_err_handler_t on_error{};
@@ -116,6 +117,7 @@ const UcxLibrary& library() {
     ucx.request_free = [](void*) {};
     ucx.put_nbx = [](ucp_ep_h, const void*, std::size_t, std::uint64_t, ucp_rkey_h, const ucp_request_param_t* params) {
       FakeUcx::Answer answer;
+      ++fake().puts_made;
       if (!fake().puts.empty()) {
         answer = fake().puts.front();
         fake().puts.pop_front();
@@ -142,16 +144,16 @@ constexpr std::size_t kBlock = 4096;
 
 // The way from a pool's memory to itself.
 struct OneRoute {
-  OneRoute() : memory(8 * kBlock) {
+  explicit OneRoute(std::size_t block = kBlock) : memory(8 * block) {
     fake() = {};
     UcxLocal local;
-    local.spans[0] = {8, {{memory.data(), kBlock, kBlock}}};
+    local.spans[0] = {8, {{memory.data(), block, block}}};
     context = std::make_shared<UcxContext>(library(), local, nullptr);
     worker = context->make_worker();
     PeerMetadata metadata;
     metadata.name = "peer";
     metadata.media[Medium::kHbm].blocks = 8;
-    metadata.media[Medium::kHbm].segments = {{reinterpret_cast<std::uint64_t>(memory.data()), kBlock, kBlock}};
+    metadata.media[Medium::kHbm].segments = {{reinterpret_cast<std::uint64_t>(memory.data()), block, block}};
     metadata.ucx = worker->blob();
     route = worker->make_route(metadata);
   }
@@ -183,6 +185,15 @@ TEST_CASE("ucx write: puts that complete are a write") {
   CHECK(outcome.bytes == 3 * kBlock);
   CHECK(fake().flushes == 1);
   CHECK(one.suits());
+}
+
+TEST_CASE("ucx write: a piece that is put in parts is one call") {
+  constexpr std::size_t kLong = std::size_t{9} << 20;
+  OneRoute one(kLong);
+  const WriteOutcome outcome = write_blocks(*one.route, {{0, 0, kLong}}, {OneRoute::block(0)}, {OneRoute::block(1)});
+  CHECK(fake().puts_made == 3);
+  CHECK(outcome.calls == 1);
+  CHECK(outcome.bytes == kLong);
 }
 
 TEST_CASE(

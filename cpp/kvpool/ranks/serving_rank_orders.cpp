@@ -82,6 +82,7 @@ void ServingRank::on_order(std::uint64_t id, OrderBody&& body) {
   order.request.from = kept->from;
   order.request.to = kept->to;
   order.request.merge = kept->merge;
+  order.request.gather = kept->merge;
   order.request.deadline_ns = deadline_of(kept->lifetime_ms);
   order.keep = kept;
   // The scheduler has no stream of this process to name. Its word comes after the engine's: what fills these blocks has

@@ -34,14 +34,19 @@ struct WriteRequest {
   const DeviceOrder* after =
       nullptr;        // GPU work that must end before the blocks are read; the caller of write() waits for it
   bool merge = true;  // joins pieces that are contiguous on both sides
+  // Pieces may share a message, or a call of the kernel, where the route has these. False: each piece is a call.
+  bool gather = true;
   std::int64_t deadline_ns = 0;  // CLOCK_MONOTONIC; 0 is in the past
   const std::atomic<bool>* cancelled = nullptr;
   std::atomic<std::uint64_t>* bytes_done = nullptr;
 };
 
 struct WriteOutcome {
-  std::uint64_t calls = 0;  // pieces handed to the network, or copied
+  // Messages, calls of the kernel, puts or copies, by the plan: what a route cuts because it is long, or because the
+  // link is slow, counts once.
+  std::uint64_t calls = 0;
   std::uint64_t bytes = 0;
+  std::uint64_t pieces = 0;  // contiguous on the sides that the route sees: what the cost depends on
 };
 
 struct RouteTraits {

@@ -25,8 +25,7 @@ class SplitWrite {
   WriteOutcome run(CopyTeam& team) {
     const std::uint64_t total = strip_bytes(request_.strips) * request_.from.size();
     if (total <= CopyTeam::kInlineBytes) {
-      const std::uint64_t calls = move(request_.strips, request_.from, request_.to);
-      return {calls, total};
+      return outcome(move(request_.strips, request_.from, request_.to), total);
     }
     const PartLimits limits{.bytes_max = std::clamp(total / kPartsWanted, kPartBytesMin, kPartBytesMax)};
     const TransferParts parts(request_.strips, request_.from.size(), limits);
@@ -36,10 +35,14 @@ class SplitWrite {
     if (failure_) std::rethrow_exception(failure_);
     // Parts cut runs that are one piece by the plan; what counts is the plan.
     StripPlan plan(local_, peer_, request_.strips, request_.merge);
-    return {plan.count(request_.from, request_.to), total};
+    return outcome(plan.count(request_.from, request_.to), total);
   }
 
  private:
+  static WriteOutcome outcome(std::uint64_t pieces, std::uint64_t bytes) noexcept {
+    return {.calls = pieces, .bytes = bytes, .pieces = pieces};
+  }
+
   void move_part(std::size_t index) noexcept {
     if (failed_.load(std::memory_order_relaxed)) return;
     try {
@@ -56,17 +59,17 @@ class SplitWrite {
   // Returns how many pieces there were.
   std::uint64_t move(std::span<const BlockStrip> strips, std::span<const Address> from, std::span<const Address> to) {
     throw_if_stopped(request_, route_, closed_);
-    std::uint64_t calls = 0;
+    std::uint64_t moved = 0;
     StripPlan plan(local_, peer_, strips, request_.merge);
     plan.emit(from, to, [&](std::span<const CopyPiece> pieces) {
       mover_.move(pieces);
-      calls += pieces.size();
+      moved += pieces.size();
       return true;
     });
     if (request_.bytes_done != nullptr) {
       request_.bytes_done->fetch_add(strip_bytes(strips) * from.size(), std::memory_order_relaxed);
     }
-    return calls;
+    return moved;
   }
 
   const WriteRequest& request_;

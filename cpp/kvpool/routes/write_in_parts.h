@@ -29,8 +29,9 @@ class PieceMover {
 };
 
 // Moves everything that the request names, from `local` to `peer`. Writes of up to CopyTeam::kInlineBytes are the
-// caller's alone; larger ones are shared with the team. Checks whether to stop before each part, at least once per MiB.
-// Throws what check_blocks, throw_if_stopped or the mover throws, after the last thread has stopped.
+// caller's alone; larger ones are shared with the team. Each piece counts as a call. Checks whether to stop before each
+// part, at least once per MiB. Throws what check_blocks, throw_if_stopped or the mover throws, after the last thread
+// has stopped.
 WriteOutcome write_in_parts(const WriteRequest& request, const MediaSpans& local, const MediaSpans& peer,
                             PieceMover& mover, CopyTeam& team, const char* route, const std::atomic<bool>& closed);
 

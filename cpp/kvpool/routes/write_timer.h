@@ -10,7 +10,7 @@
 namespace kvpool {
 
 // Starts when it is made. Writes that throw are not recorded, because they say nothing about the cost of successful
-// ones.
+// ones, and neither are those that must not gather, because they say nothing about the cost of others.
 class WriteTimer {
  public:
   WriteTimer(RouteCost& cost, const WriteRequest& request) noexcept
@@ -20,7 +20,9 @@ class WriteTimer {
   double stop(const WriteOutcome& outcome) noexcept {
     const std::int64_t now_ns = monotonic_ns();
     const double us = static_cast<double>(now_ns - began_ns_) / 1e3;
-    cost_.measured(media_set_of(request_.from), media_set_of(request_.to), outcome.calls, outcome.bytes, us, now_ns);
+    if (request_.gather) {
+      cost_.measured(media_set_of(request_.from), media_set_of(request_.to), outcome.pieces, outcome.bytes, us, now_ns);
+    }
     return us;
   }
 

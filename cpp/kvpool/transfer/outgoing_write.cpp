@@ -63,6 +63,7 @@ WriteJob Outgoing::next_job() {
   job.request.to = write_to_;
   job.request.after = order.get();
   job.request.merge = step.merge;
+  job.request.gather = step.merge;
   job.request.deadline_ns = deadline_ns_;
   job.request.cancelled = &stop_;
   job.request.bytes_done = &bytes_done_;

@@ -176,8 +176,8 @@ void RouteProbe::sample(Candidate& candidate, const Size& size, std::span<const 
   if (candidate.out) return;
   double arrived_us = us;
   if (!candidate.route->traits().one_sided) arrived_us += std::max(answer_us(waiting) - answer_us_, 0.0);
-  candidate.written.push_back({outcome.calls, outcome.bytes, us});
-  candidate.arrived.push_back({outcome.calls, outcome.bytes, arrived_us});
+  candidate.written.push_back({outcome.pieces, outcome.bytes, us});
+  candidate.arrived.push_back({outcome.pieces, outcome.bytes, arrived_us});
   if (size.bytes == std::min(kBlockBytesMax, host.blocks().layout().block_bytes()) && size.blocks == 1) {
     candidate.whole_us = arrived_us;
   }

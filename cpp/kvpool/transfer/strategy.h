@@ -1,9 +1,12 @@
 // How the blocks of a transfer are cut into writes (MemServe §5.2, Fig 5).
 //
 //   by_request       one write of all pieces, each piece a call: 2 L calls a block if the layout is discrete
-//   by_request_agg   one write, with one call for each contiguous range: a block or run if the layout is aggregated
+//   by_request_agg   one write: contiguous ranges are joined, and gathered into messages where the route has these
 //   by_layer         one write for each layer, each piece a call
-//   by_layer_agg     one write for each layer, with one call for each contiguous range
+//   by_layer_agg     one write for each layer, joined and gathered in the same way: one message if it is short
+//
+// sock gathers pieces into frames of up to 4 MiB, cma into lists of up to 1,024 for the kernel, nccl into passes.
+// loopback, shm, cuda_ipc and ucx write each range in place: gathering would copy it once more.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +26,7 @@ BlockStrip layer_strip(const Layout& layout, std::uint32_t layer) noexcept;
 
 struct WriteStep {
   std::vector<BlockStrip> strips;
-  bool merge;
+  bool merge;  // and gather
 };
 
 // The strategy that is used for a request: for kAuto, by_request_agg. If the caller sends layer by layer, by_layer

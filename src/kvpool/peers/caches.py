@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, TypeAlias, TypedDict, TypeVar, overload
 
 from kvpool import _core
 from kvpool.arguments import flag_from, seconds_from
@@ -13,10 +13,21 @@ from kvpool.transfer.key_fetch import fetch_keys
 from kvpool.transfer.peer_match import PeerKeyMatch, PeerMatch, ask_each, names_of
 from kvpool.types import Keys, TokenVector
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 __all__ = ["PeerCaches"]
 
 _Names: TypeAlias = list[str] | tuple[str, ...]
 _Match = TypeVar("_Match", bound=PeerMatch)
+
+
+class _Asking(TypedDict, total=False):
+    """What the overloads of a question have in common; defaults and meaning are those of the method."""
+
+    hold: float | None
+    timeout: float | None
+    wait: bool
 
 
 class PeerCaches:
@@ -29,26 +40,10 @@ class PeerCaches:
         self._pool = pool
 
     @overload
-    def match(
-        self,
-        peer: str,
-        tokens: TokenVector,
-        namespace: str = "",
-        *,
-        hold: float | None = None,
-        timeout: float | None = None,
-        wait: bool = True,
-    ) -> PeerMatch: ...
+    def match(self, peer: str, tokens: TokenVector, namespace: str = "", **asking: Unpack[_Asking]) -> PeerMatch: ...
     @overload
     def match(
-        self,
-        peer: _Names,
-        tokens: TokenVector,
-        namespace: str = "",
-        *,
-        hold: float | None = None,
-        timeout: float | None = None,
-        wait: bool = True,
+        self, peer: _Names, tokens: TokenVector, namespace: str = "", **asking: Unpack[_Asking]
     ) -> list[PeerMatch]: ...
     def match(
         self,
@@ -96,27 +91,11 @@ class PeerCaches:
 
     @overload
     def match_keys(
-        self,
-        peer: str,
-        cache: _core.KeyedCache,
-        keys: Keys,
-        *,
-        every: bool = False,
-        hold: float | None = None,
-        timeout: float | None = None,
-        wait: bool = True,
+        self, peer: str, cache: _core.KeyedCache, keys: Keys, *, every: bool = False, **asking: Unpack[_Asking]
     ) -> PeerKeyMatch: ...
     @overload
     def match_keys(
-        self,
-        peer: _Names,
-        cache: _core.KeyedCache,
-        keys: Keys,
-        *,
-        every: bool = False,
-        hold: float | None = None,
-        timeout: float | None = None,
-        wait: bool = True,
+        self, peer: _Names, cache: _core.KeyedCache, keys: Keys, *, every: bool = False, **asking: Unpack[_Asking]
     ) -> list[PeerKeyMatch]: ...
     def match_keys(
         self,

@@ -11,7 +11,7 @@ continued in the next step.
 A request that begins in a step matches what is computed up to the end of that step, of the prompts before it.
 
 Without chunks prompts go first: between two steps of decoding the engine computes the next prompts, as many whole ones
-as fit into `batch_tokens`, while decoding requests wait.
+as fit into `batch_tokens`, while decoding requests wait. What prompts of such a batch share is computed once.
 
 Either way the first prompt that finds too few blocks waits until a request ends. A run of steps that compute no prompt,
 with the same batch, is one event, whose length is a sum in closed form. A prompt that arrives meanwhile ends the event
@@ -262,6 +262,8 @@ class Instance:
         while self._waiting and len(batch) < free:
             job = self._waiting[0]
             request = job.request
+            if batch:
+                self._store(batch[-1], batch[-1].request.prompt)
             if batch and room < request.prompt - unit * self.cache.peek(request.ids):
                 break
             held = self.cache.admit(request.ids, job.blocks)
@@ -299,7 +301,8 @@ class Instance:
         self._prefilling = False
         for job in batch:
             assert job.held is not None  # admitted
-            self.cache.store(job.held, job.request.ids)
+            if job.held.in_hbm < len(job.request.ids):
+                self.cache.store(job.held, job.request.ids)
             self._computed(job)
         self._next()
 

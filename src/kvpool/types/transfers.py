@@ -19,8 +19,9 @@ class TransferStats:
         strategy: How blocks were cut into calls; for "auto", the strategy that was used.
         blocks: Blocks of the request.
         skipped_blocks: Of these, the prefix that the receiver had cached.
-        calls: Pieces handed to the network, or copied.
-        runs: Runs of blocks that are neighbours on both sides: the least possible number of calls for whole blocks.
+        calls: Messages, system calls, puts or copies, by the plan: what a route cuts because it is long counts once.
+        runs: Runs of blocks that are neighbours on both sides: the least possible number of calls for whole blocks
+            where nothing is gathered.
         bytes: Bytes written.
         reserve_us: Until the receiver had blocks for it.
         write_us: Writing.

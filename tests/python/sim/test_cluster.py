@@ -61,6 +61,15 @@ def test_prompts_of_a_batch_are_computed_together():
     assert done.first[4] == pytest.approx(2 * alone + together)
 
 
+def test_what_prompts_of_a_batch_share_is_computed_once():
+    done = Watched(cluster(batching=Batching(batch_tokens=12 * UNIT, chunked=False)))
+    done.run([request(0.0, 1, 4), *(request(1e-9, name, blocks) for name, blocks in ((2, 4), (2, 4), (3, 4), (2, 6)))])
+    together = MODEL.batch_s([(4 * UNIT, 0), (4 * UNIT, 4 * UNIT), (4 * UNIT, 0), (6 * UNIT, 4 * UNIT)])
+    ends = MODEL.exec_s(4 * UNIT) + together
+    assert [done.first[number] for number in (1, 2, 3, 4)] == pytest.approx([ends] * 4)
+    assert done.hits == {0: 0, 1: 0, 2: 4, 3: 0, 4: 4}
+
+
 # ---- naive models
 
 

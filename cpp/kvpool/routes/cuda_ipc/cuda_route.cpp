@@ -152,6 +152,7 @@ class CudaRoute final : public Route {
         outcome.calls += write_part(request, parts[i], run);
       }
       while (run.parts() > 0) await_one();
+      outcome.pieces = outcome.calls;
     } catch (...) {
       // What is under way must not write into blocks that are somebody else's by then.
       run.wait_for_all();

@@ -7,7 +7,9 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstdlib>
 #include <fstream>
 #include <string>
@@ -120,9 +122,19 @@ class Process {
 
 class Writer final : public PieceMover {
  public:
-  explicit Writer(const Process& peer) noexcept : peer_(peer) {}
+  Writer(const Process& peer, bool gather) noexcept : peer_(peer), gather_(gather) {}
 
   void move(std::span<const CopyPiece> pieces) override {
+    if (gather_) return write(pieces);
+    for (const CopyPiece& piece : pieces) write({&piece, 1});
+  }
+
+  // How many lists of pieces the kernel got.
+  std::uint64_t lists() const noexcept { return lists_.load(std::memory_order_relaxed); }
+
+ private:
+  void write(std::span<const CopyPiece> pieces) {
+    lists_.fetch_add(1, std::memory_order_relaxed);
     RangeList here;
     RangeList there;
     std::size_t left = 0;
@@ -141,8 +153,9 @@ class Writer final : public PieceMover {
     }
   }
 
- private:
   const Process& peer_;
+  const bool gather_;
+  std::atomic<std::uint64_t> lists_{0};  // threads of the team write, too
 };
 
 class CmaRoute final : public HostRoute {
@@ -161,8 +174,9 @@ class CmaRoute final : public HostRoute {
 
   WriteOutcome write(const WriteRequest& request) override {
     WriteTimer timer(cost_, request);
-    Writer writer(process_);
-    const WriteOutcome outcome = write_in_parts(request, local_, peer_, writer, team_, name(), closed_);
+    Writer writer(process_, request.gather);
+    WriteOutcome outcome = write_in_parts(request, local_, peer_, writer, team_, name(), closed_);
+    if (request.gather) outcome.calls = std::min(outcome.calls, writer.lists());
     timer.stop(outcome);
     return outcome;
   }

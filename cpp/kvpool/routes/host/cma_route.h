@@ -1,5 +1,5 @@
 // Writes directly into any memory of another process (process_vm_writev): for memory that an engine allocated, which
-// cannot be mapped. The kernel copies once, without the receiver's help.
+// cannot be mapped. The kernel copies once, without the receiver's help; one call takes a list of up to 1,024 pieces.
 //
 // Opt-in on both sides, because a process that may do this may write anywhere in the other one. The receiving side
 // allows it with allow_tracers().

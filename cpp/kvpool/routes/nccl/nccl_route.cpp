@@ -162,6 +162,7 @@ class NcclRoute final : public Route {
       outcome.bytes += bytes;
       if (request.bytes_done != nullptr) request.bytes_done->fetch_add(bytes, std::memory_order_relaxed);
     }
+    outcome.pieces = outcome.calls;
     timer.stop(outcome);
     return outcome;
   }

@@ -40,7 +40,7 @@ class FrameMaker {
     for (const BlockStrip& strip : part.strips) ranges_.push_back(ContentRange{strip.from, strip.bytes});
     pieces_.clear();
     ContentPlan(local_, ranges_).emit(request_.from.subspan(part.first_block, part.blocks), request_.merge, pieces_);
-    calls_ += pieces_.size();
+    listed_ += pieces_.size();
     const std::uint64_t bytes = part.bytes();
     if (buffer_ != nullptr) {
       staging_device_->gather(pieces_, buffer_->data());
@@ -52,7 +52,8 @@ class FrameMaker {
 
   std::span<const std::byte> body() const noexcept { return body_; }
   std::span<const iovec> pieces() const noexcept { return pieces_; }
-  std::uint64_t calls() const noexcept { return calls_; }
+  // Of all frames.
+  std::uint64_t listed() const noexcept { return listed_; }
 
  private:
   void gather(std::uint64_t bytes) {
@@ -73,8 +74,22 @@ class FrameMaker {
   Bytes staging_;
   std::vector<ContentRange> ranges_;
   std::vector<iovec> pieces_;
-  std::uint64_t calls_ = 0;
+  std::uint64_t listed_ = 0;
 };
+
+PartLimits frame_limits(const WriteRequest& request, std::uint64_t bytes_max) noexcept {
+  if (!request.gather) return {.bytes_max = bytes_max, .blocks_max = 1, .strips_max = 1, .pieces_max = 1};
+  return {
+      .bytes_max = bytes_max, .blocks_max = kDataBlocksMax, .strips_max = kDataRangesMax, .pieces_max = kDataPiecesMax};
+}
+
+// A call is a frame, as long as frames may be. A strip of a block that takes several is one call.
+std::uint64_t count_calls(const WriteRequest& request) {
+  const std::uint64_t strips = request.strips.size() * request.from.size();
+  if (!request.gather) return strips;
+  const TransferParts frames(request.strips, request.from.size(), frame_limits(request, kDataBytesMax));
+  return std::min<std::uint64_t>(strips, frames.size());
+}
 
 class SockRoute final : public Route {
  public:
@@ -102,7 +117,8 @@ class SockRoute final : public Route {
     FrameMaker maker(request, local_, reads_gpu(request) ? staging_.get() : nullptr);
     WriteOutcome outcome;
     for (std::size_t sent = 0; sent < request.from.size();) sent = send_blocks(request, sent, maker, outcome);
-    outcome.calls = maker.calls();
+    outcome.calls = count_calls(request);
+    outcome.pieces = maker.listed();
     timer.stop(outcome);
     return outcome;
   }
@@ -113,10 +129,7 @@ class SockRoute final : public Route {
   // Sends blocks from this one on, for as long as the link wants frames of about the same length. Returns which one is
   // next.
   std::size_t send_blocks(const WriteRequest& request, std::size_t first, FrameMaker& maker, WriteOutcome& outcome) {
-    const PartLimits limits{.bytes_max = frame_bytes_max(),
-                            .blocks_max = kDataBlocksMax,
-                            .strips_max = kDataRangesMax,
-                            .pieces_max = kDataPiecesMax};
+    const PartLimits limits = frame_limits(request, frame_bytes_max());
     const TransferParts frames(request.strips, request.from.size() - first, limits);
     if (frames.size() == 0) return request.from.size();
     std::size_t next = first;

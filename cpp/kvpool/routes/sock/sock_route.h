@@ -1,8 +1,9 @@
 // Sends block content over the control link, in data frames that the receiver checks and places: for peers on other
 // hosts, and for memory that no other route reaches.
 //
-// The kernel reads the bytes from the blocks. Only pieces so small that listing them costs more than copying are
-// gathered first.
+// A frame holds as many pieces as may share it, so a layer of all blocks is one message where pieces are small; a write
+// that must not gather sends a frame for each piece. The kernel reads the bytes from the blocks. Only pieces so small
+// that listing them costs more than copying are gathered first.
 #pragma once
 
 #include <memory>

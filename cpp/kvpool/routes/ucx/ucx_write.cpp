@@ -102,6 +102,8 @@ bool UcxWrite::start(ucs_status_ptr_t request, std::size_t bytes) noexcept {
 
 bool UcxWrite::put(std::span<const CopyPiece> pieces) {
   for (const CopyPiece& piece : pieces) {
+    outcome_.calls += 1;  // however many puts it takes
+    outcome_.pieces += 1;
     const std::byte* from = piece.src;
     auto to = reinterpret_cast<std::uint64_t>(piece.dst);
     std::size_t left = piece.bytes;
@@ -123,7 +125,7 @@ bool UcxWrite::put(std::span<const CopyPiece> pieces) {
         params.memory_type = UCS_MEMORY_TYPE_CUDA;
       }
       if (!start(worker_.ucx().put_nbx(peer_->endpoint, from, bytes, to, remote->key, &params), bytes)) return false;
-      outcome_.calls += 1;
+      started_ = true;
       outcome_.bytes += bytes;
       slice_puts_ += 1;
       slice_bytes_ += bytes;
@@ -137,7 +139,7 @@ bool UcxWrite::put(std::span<const CopyPiece> pieces) {
 
 // At the start of a write, and then after each slice: lets others at the worker, and looks whether to go on.
 bool UcxWrite::between_slices() {
-  const bool first = outcome_.calls == 0;
+  const bool first = !started_;
   if (!first && slice_puts_ < kSlicePuts && slice_bytes_ < kSliceBytes) return true;
   slice_puts_ = 0;
   slice_bytes_ = 0;
@@ -220,7 +222,7 @@ bool UcxWrite::flush() {
 // on an endpoint that stands, and then nothing of this write is under way any more.
 WriteOutcome UcxWrite::finish() {
   const bool doubted = pending_->unable != UCS_OK && pending_->unable != UCS_ERR_UNSUPPORTED;
-  const bool flushed = (outcome_.calls == 0 && !doubted) || (!lost() && flush());
+  const bool flushed = (!started_ && !doubted) || (!lost() && flush());
   if (!flushed || lost()) {
     abandon();
     throw_stop(Stop::kLost);
@@ -233,7 +235,7 @@ WriteOutcome UcxWrite::finish() {
 
 // Makes UCX let go. The endpoint is lost with it: puts cannot be taken back one by one.
 void UcxWrite::abandon() noexcept {
-  if (outcome_.calls > 0 || pending_->count() > 0 || lost()) worker_.shut(lock_, *peer_);
+  if (started_ || pending_->count() > 0 || lost()) worker_.shut(lock_, *peer_);
   if (worker_.wait(lock_, monotonic_ns() + kLetGoNs, [&] { return pending_->count() == 0; })) return;
   // UCX broke its word. What it may still call back with stays where it is.
   static_cast<void>(pending_.release());

@@ -91,6 +91,7 @@ class UcxWrite {
   std::unique_ptr<Pending> pending_;
   Stop stop_ = Stop::kNone;
   bool process_gone_ = false;
+  bool started_ = false;  // a put
   WriteOutcome outcome_;
   std::size_t slice_puts_ = 0;  // since other threads last got the worker
   std::size_t slice_bytes_ = 0;

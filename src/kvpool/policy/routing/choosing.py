@@ -52,7 +52,7 @@ def choose(
     if asked is not None and isinstance(policy, Ranking):
         policy.asked(asked)
     if isinstance(policy, Ranking) and policy.ranks(session):
-        slot = _find(policy, table, found, exec_s, now, session)
+        slot = _find(policy, table, found, exec_s, now, session, patience)
         if slot is not None:
             policy.sent(session, table.id_of(slot))
             return slot
@@ -85,7 +85,13 @@ def view(
 
 
 def _find(
-    policy: Ranking, table: LoadTable, found: Candidates, exec_s: Sequence[Values], now: float, session: str | None
+    policy: Ranking,
+    table: LoadTable,
+    found: Candidates,
+    exec_s: Sequence[Values],
+    now: float,
+    session: str | None,
+    patience: float,
 ) -> int | None:
     """The slot that a ranking policy chooses, found by examining few; None if it was not found."""
     work, home = _most(exec_s), policy.home(session)
@@ -94,7 +100,7 @@ def _find(
     )
     if slot is None:
         return None
-    wait = _wait_exceeded(table, found, exec_s, slot, now, _patience(policy, table))
+    wait = _wait_exceeded(table, found, exec_s, slot, now, patience)
     return slot if wait is None else find_best(policy, table, found, exec_s, now, work, wait)
 
 

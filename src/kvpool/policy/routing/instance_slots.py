@@ -6,6 +6,7 @@ A decision reads the values of a few instances, or of all at once; a change writ
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -23,10 +24,15 @@ _CAPACITY_LEAST, _CAPACITY_MOST = 1e-100, 1e100  # within them, sums and quotien
 
 
 class InstanceSlots:
-    """The present instances. A slot is an instance's index in the arrays; it changes when another instance leaves."""
+    """The present instances. A slot is an instance's index in the arrays; it changes when another instance leaves.
+
+    Attributes:
+        slot_of: As `slots`, of one. NumPy's own function, because a decision may call it for every holder of a prompt.
+    """
 
     def __init__(self) -> None:
         self._slot_of = np.full(_IDS, -1, dtype=np.int64)
+        self.slot_of: Callable[[int], int] = self._slot_of.item
         self._queues: list[deque[tuple[int, float]]] = []  # of (number, work), in the order of arrival
         self._ids = np.empty(_ROOM, dtype=np.int64)
         self._open = np.empty(_ROOM, dtype=np.bool_)
@@ -47,11 +53,6 @@ class InstanceSlots:
     def slots(self, instances: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Slots of many; -1 for those that are not there. REQUIRES: ids below 2^14."""
         return self._slot_of[instances]
-
-    def slot_of(self, instance: int) -> int:
-        """As `slots`, of one."""
-        slot: int = self._slot_of.item(instance)
-        return slot
 
     def id_of(self, slot: int) -> int:
         """The instance."""

@@ -94,4 +94,6 @@ class Times:
         return seconds
 
     def __getitem__(self, at: int) -> float:
-        return self.of(self._lengths[at])
+        cached = self._lengths[at]
+        seconds = self._seconds.get(cached)
+        return self.of(cached) if seconds is None else seconds

@@ -265,7 +265,9 @@ class _Search:
             return False
         held = self._held.get(at)
         if held is None:
-            held = self._held[at] = self._found.lengths[at], min(times[at] for times in self._exec_s)
+            times = self._exec_s
+            least_s = times[0][at] if len(times) == 1 else min(each[at] for each in times)
+            held = self._held[at] = self._found.lengths[at], least_s
         return not _before(self._policy.rank(backlog, load, *held), self._best, where_equal)
 
 

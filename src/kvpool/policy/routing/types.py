@@ -18,6 +18,8 @@ class Kind(Enum):
     DECODE = "decode"
     COLOCATED = "colocated"  # both
 
+    __hash__ = object.__hash__  # Enum's is a function of Python, and a decision looks up kinds six times
+
 
 @dataclass(frozen=True)
 class Request:
