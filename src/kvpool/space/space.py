@@ -148,7 +148,8 @@ class Space:
             allow_waste: Accept a layout whose blocks leave more than 5 % of their units empty.
             pieces: "whole": a block lies in one run of units. "layer": a block that finds no run takes one for each of
                 its layers, so that nearly all of the memory can be used. Its kernels read by `block_table` and `pages`;
-                such a pool has no `tensor`, peers, attention or keyed caches. A layer must be whole units.
+                such a pool has no `tensor`, attention or keyed caches, and exchanges blocks with peers by the routes
+                "loopback" and "sock" alone. A layer must be whole units.
             **settings: Fields of kvpool.Settings for this pool, above those of the space. Those of a kept pool stay.
 
         Returns:
