@@ -143,7 +143,7 @@ SPACE_BUGS: Final = (
         "abandoned-units-belong-to-the-next",
         "blocks",
         "blocks that a closed cache left behind belong to the next cache in its place",
-        in_cpp("blocks/unit_set.cpp", "  words_[first] |= kNobodysOwner << kOwnerShift;\n", ""),
+        in_cpp("blocks/unit_set.cpp", "words_[first] |= kNobodysOwner << kOwnerShift", "words_[first] |= 0U"),
         _UNITS,
     ),
     Bug(
