@@ -146,6 +146,12 @@ void bind_space(py::module_& module) {
           py::arg("number"), py::arg("held"))
       .def("_tiers", &tiers)
       .def("_counts", &counts, py::arg("medium"))
+      .def("_metadata_bytes",
+           [](const SharedSpace& shared) {
+             std::uint64_t bytes = 0;
+             for (const Medium medium : kMedia) bytes += shared.space().unit_set(medium).metadata_bytes();
+             return bytes;
+           })
       .def("_audit", [](const SharedSpace& shared) {
         const GilReleased released;
         const SpaceLock lock = shared.space().lock();

@@ -110,7 +110,7 @@ BUGS: Final[tuple[Bug, ...]] = (
         "an address that outlived its block is taken for the block's new owner's (1)",
         in_cpp(
             "blocks/block_store.cpp",
-            "return generation(block) == generation_of(address) ? AddressFault::kNone : AddressFault::kStale;",
+            "return is_current(block, generation_of(address)) ? AddressFault::kNone : AddressFault::kStale;",
             "return AddressFault::kNone;",
         ),
         ("block_store_test.cpp", "block_store_fuzz_test.cpp", "cache_blocks_test.cpp"),
@@ -132,8 +132,8 @@ BUGS: Final[tuple[Bug, ...]] = (
         "the first of two transfers that ends frees a block which the other still reads (1)",
         in_cpp(
             "blocks/cache_blocks_read.cpp",
-            "if (--readers_[medium][block] > 0 || !is_unread(addresses[i])) continue;",
-            "--readers_[medium][block];\n    if (!is_unread(addresses[i])) continue;",
+            "if (--readers_of(addresses[i]) > 0 || !is_unread(addresses[i])) continue;",
+            "--readers_of(addresses[i]);\n    if (!is_unread(addresses[i])) continue;",
         ),
         ("cache_blocks_test.cpp", "free_lent_test.cpp", "pool_test.cpp", "sim_test.cpp"),
     ),

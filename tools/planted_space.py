@@ -96,7 +96,7 @@ SPACE_BUGS: Final = (
         "read-blocks-count-as-given-up-for-ever",
         "blocks",
         "blocks that were freed while a transfer read them count as historical when they are active again (Z4)",
-        in_cpp("blocks/cache_blocks_read.cpp", "    --unread_[medium];\n", ""),
+        in_cpp("blocks/cache_blocks_read.cpp", "    --unread_[medium_of(addresses[i])];\n", ""),
         ("cache_blocks_test.cpp",),
     ),
     Bug(
@@ -131,14 +131,19 @@ SPACE_BUGS: Final = (
         "read-block-gives-up-its-units",
         "blocks",
         "another model takes the units of a block that was freed while a transfer reads it (L2)",
-        in_cpp("blocks/cache_blocks.cpp", "    give_back(block);  // this one keeps", "    // this one keeps"),
+        in_cpp(
+            "blocks/cache_blocks.cpp",
+            "      wait_for_readers(medium, block);\n    } else if",
+            "      wait_for_readers(medium, block);\n"
+            "      space_.mutable_units(medium).give_back(block, block_units_, 1);\n    } else if",
+        ),
         ("shared_space_test.cpp",),
     ),
     Bug(
         "abandoned-units-belong-to-the-next",
         "blocks",
         "blocks that a closed cache left behind belong to the next cache in its place",
-        in_cpp("blocks/unit_set.cpp", "  meta_[first].tag = UnitExtent::kNobody;\n", ""),
+        in_cpp("blocks/unit_set.cpp", "words_[first] |= kNobodysOwner << kOwnerShift", "words_[first] |= 0U"),
         _UNITS,
     ),
     Bug(
@@ -158,8 +163,8 @@ SPACE_BUGS: Final = (
         "the first piece of a block is not given back with the others",
         in_cpp(
             "blocks/cache_blocks.cpp",
-            "        space_.mutable_units(medium).give_back(piece, units, 1);",
-            "        if (piece != block) space_.mutable_units(medium).give_back(piece, units, 1);",
+            "give_back_pieces(run_units(), pieces_[medium]->units_of(block));",
+            "give_back_pieces(run_units(), pieces_[medium]->units_of(block).subspan(1));",
         ),
         _PIECES,
     ),
@@ -167,7 +172,7 @@ SPACE_BUGS: Final = (
         "freed-block-stays-scattered",
         "blocks",
         "a block that is whole is read where an earlier one with its number had its pieces",
-        in_cpp("blocks/block_pieces.cpp", "  list_of_[block] = 0;\n", ""),
+        in_cpp("blocks/block_pieces.cpp", "  list_of_[slot_of(block)] = 0;\n", ""),
         _PIECES,
     ),
     Bug(
@@ -175,11 +180,44 @@ SPACE_BUGS: Final = (
         "blocks",
         "the pieces of a block name no block: an eviction, or a cache that leaves, frees another one",
         in_cpp(
-            "blocks/cache_blocks.cpp",
-            "  for (const std::uint32_t first : piece_units_) units.set_block(first, block);\n",
-            "",
+            "blocks/unit_set.cpp",
+            "for (const std::uint32_t first : firsts) words_[first] = word;",
+            "for (const std::uint32_t first : firsts) words_[first] = extent_word(size, owner, first) + 0 * word;",
         ),
         _PIECES,
+    ),
+    Bug(
+        "slot-of-any-block",
+        "blocks",
+        "the number of an earlier block of a slot is valid with the generation of the block that has it now",
+        in_cpp(
+            "blocks/block_store.h",
+            "(first_of_ == nullptr || first_of_[slot] == block) &&\n           meta_[slot].releases()",
+            "block < numbers_ && meta_[slot].releases()",
+        ),
+        ("block_store_generations_test.cpp",),
+    ),
+    Bug(
+        "transfer-assumes-one-run",
+        "base",
+        "a block in pieces is sent as if it lay in one run: the bytes of other models are sent, and overwritten",
+        in_cpp(
+            "base/strips.cpp",
+            "return from_[medium_of(from)].places != nullptr || to_[medium_of(to)].places != nullptr;",
+            "return from_[medium_of(from)].blocks == 0 && to_[medium_of(to)].blocks == 0;",
+        ),
+        ("cut_blocks_test.cpp",),
+    ),
+    Bug(
+        "frame-assumes-one-run",
+        "base",
+        "content that comes over a socket is placed as if its block lay in one run",
+        in_cpp(
+            "base/strips.cpp",
+            "if (spans_[medium].places != nullptr) [[unlikely]] {",
+            "if (spans_[medium].blocks == 0) {",
+        ),
+        ("cut_blocks_test.cpp",),
     ),
     Bug(
         "blocks-of-units-overlap",

@@ -27,7 +27,7 @@ TITLE = "A space of several models: cost, reclaiming, and how full it gets"
 PEERS: tuple[str, ...] = ()
 _UNIT = 4 << 10
 _BLOCKS = 256
-_RATIO, _SCATTERED_RATIO, _DROP_MS, _SWAP_PART, _USED = 1.1, 10.0, 10.0, 80.0, 97.0
+_RATIO, _SCATTERED_RATIO, _METADATA, _DROP_MS, _SWAP_PART, _USED = 1.1, 10.0, 0.3, 10.0, 80.0, 97.0
 _MIXES = {  # layers of each model, and units of a layer
     "7B, 13B, 33B": ((32, 8), (40, 10), (60, 13)),
     "7B, 13B, 70B with groups": ((32, 8), (40, 10), (80, 2)),
@@ -59,6 +59,18 @@ class Subject:
         space.close()
         combed.close()
         return {name: sample.median_us for name, sample in found.items()}
+
+    def metadata(self, units: int) -> float:
+        """Metadata of a space with the smallest units, of a model with 8 units a block, per cent of the KV.
+
+        Of two spaces the difference: what they take whatever their size does not count.
+        """
+        sizes = []
+        for size in (units, 2 * units):
+            with kvpool.Space(size * _UNIT, unit=_UNIT) as space:
+                space.load("only", kvpool.RawLayout(8 * _UNIT, 16))
+                sizes.append(space.stats().metadata_bytes)
+        return 100 * (sizes[1] - sizes[0]) / (units * _UNIT)
 
     def reclaim(self, mebibytes: int, swap: bool) -> dict[str, float]:
         """Seconds in which a model gets memory that another has cached, and of a swap of as much in a plain pool."""
@@ -157,6 +169,14 @@ def run(context: Context) -> Report:
                 times["scattered"] / times["plain"],
                 "times",
                 _SCATTERED_RATIO,
+            )
+        )
+        report.rows.append(
+            Row(
+                "metadata of 4 KiB units and of one model with blocks of 8, of the KV",
+                subject.ask("metadata", units=8192),
+                "%",
+                _METADATA,
             )
         )
         size = context.pick(128, 1024)

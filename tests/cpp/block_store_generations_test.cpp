@@ -2,6 +2,7 @@
 #include <doctest/doctest.h>
 
 #include <cstdint>
+#include <random>
 #include <set>
 #include <vector>
 
@@ -16,6 +17,7 @@ using kvpool::block_of;
 using kvpool::BlockState;
 using kvpool::BlockStore;
 using kvpool::generation_of;
+using kvpool::kBlocksMax;
 using kvpool::kGenerationMax;
 using kvpool::make_address;
 using kvpool::Medium;
@@ -120,7 +122,7 @@ TEST_CASE("blocks whose numbers the store is told have states and generations li
   store.audit();
 
   store.set_tag(1, 77);
-  REQUIRE(store.unplace(1));
+  REQUIRE(store.unplace(1, 4, 1) == 1);
   CHECK(store.find(out[0]) == AddressFault::kStale);
   CHECK(store.free_count() == 2);
   CHECK(store.released() == 1);
@@ -130,9 +132,66 @@ TEST_CASE("blocks whose numbers the store is told have states and generations li
 
   store.set_generation_for_test(9, kGenerationMax);
   store.place(9, 1, 1, BlockState::kActive, out.data());
-  CHECK_FALSE(store.unplace(9));
+  CHECK(store.unplace(9, 1, 1) == 0);
   CHECK(store.state(9) == BlockState::kRetired);
   CHECK(store.free_count() == 0);  // it counts as a block for ever
+  store.audit();
+}
+
+TEST_CASE("a number has the slot of all numbers that are as near as no two blocks are") {
+  std::mt19937 random(7);
+  for (int i = 0; i < 200; ++i) {
+    const std::uint32_t numbers = 1 + static_cast<std::uint32_t>(random()) % kBlocksMax;
+    const std::uint32_t apart = 1 + static_cast<std::uint32_t>(random()) % (i % 2 == 0 ? 100 : numbers);
+    CAPTURE(numbers);
+    CAPTURE(apart);
+    const BlockStore store(Medium::kHbm, 1, BlockStore::Placed{numbers, apart}, 1, kGenerationMax);
+    CHECK(store.slots() == (numbers - 1) / apart + 1);
+    for (int j = 0; j < 50; ++j) {
+      const std::uint32_t number = static_cast<std::uint32_t>(random()) % numbers;
+      const std::uint32_t multiple = number / apart * apart;
+      REQUIRE(store.slot_of(number) == number / apart);
+      REQUIRE(store.slot_of(multiple) == multiple / apart);
+      if (multiple > 0) REQUIRE(store.slot_of(multiple - 1) == multiple / apart - 1);
+    }
+    REQUIRE(store.slot_of(numbers - 1) == (numbers - 1) / apart);
+  }
+}
+
+TEST_CASE("blocks that follow each other in one slot have one generation after the other, and only the last is valid") {
+  BlockStore store(Medium::kHbm, 3, BlockStore::Placed{13, 4}, 1, kGenerationMax);
+  CHECK(store.metadata_bytes() == 4 * 20 + sizeof(BlockStore));
+  std::vector<Address> out(3);
+  store.place(1, 4, 3, BlockState::kActive, out.data());
+  CHECK(out[2] == make_address(0, Medium::kHbm, 1, 9));
+  const Address first = out[0];
+  store.set_tag(5, 77);
+  REQUIRE(store.unplace(1, 4, 1) == 1);
+  store.place(3, 4, 1, BlockState::kLent, out.data());
+  CHECK(out[0] == make_address(0, Medium::kHbm, 2, 3));
+  CHECK(store.find(out[0]) == AddressFault::kNone);
+  CHECK(store.find(first) == AddressFault::kStale);
+  // As nobody was given them: the number of an earlier block with the generation of this one, and of none at all.
+  CHECK(store.find(make_address(0, Medium::kHbm, 2, 1)) == AddressFault::kStale);
+  CHECK(store.find(make_address(0, Medium::kHbm, 2, 2)) == AddressFault::kStale);
+  CHECK(store.state(3) == BlockState::kLent);
+  CHECK(store.tag(5) == 77);
+  store.audit();
+}
+
+TEST_CASE("blocks are given back together up to the first one that is retired") {
+  BlockStore store(Medium::kHbm, 6, BlockStore::Placed{16, 2}, 1, kGenerationMax);
+  store.set_generation_for_test(6, kGenerationMax);
+  std::vector<Address> out(6);
+  store.place(0, 2, 6, BlockState::kActive, out.data());
+  store.set_state(4, BlockState::kHistorical);
+  CHECK(store.unplace(0, 2, 6) == 3);
+  CHECK(store.state(6) == BlockState::kRetired);
+  CHECK(store.state(8) == BlockState::kActive);
+  CHECK(store.unplace(8, 2, 2) == 2);
+  CHECK(store.count(BlockState::kRetired) == 1);
+  CHECK(store.free_count() == 5);
+  CHECK(store.released() == 6);
   store.audit();
 }
 

@@ -345,10 +345,10 @@ TEST_CASE("the audit of a space finds a block without units, and units of a free
   CHECK(audit_of([](Two&) {}) == std::nullopt);
   CHECK(audit_of([&](Two& two) { store(two.four).place(1, 1, 1, BlockState::kActive, &out); }) == ErrorCode::kAudit);
   CHECK(audit_of([&](Two& two) { store(two.three).place(9, 1, 1, BlockState::kActive, &out); }) == ErrorCode::kAudit);
-  CHECK(audit_of([&](Two& two) { store(two.three).unplace(3); }) == ErrorCode::kAudit);
+  CHECK(audit_of([&](Two& two) { store(two.three).unplace(3, 3, 1); }) == ErrorCode::kAudit);
   // As many blocks as extents, but not the same ones.
   CHECK(audit_of([&](Two& two) {
-          store(two.three).unplace(3);
+          store(two.three).unplace(3, 3, 1);
           store(two.three).place(4, 1, 1, BlockState::kActive, &out);
         }) == ErrorCode::kAudit);
   CHECK(audit_of([&](Two& two) {

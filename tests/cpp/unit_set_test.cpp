@@ -131,10 +131,25 @@ void fuzz(std::uint32_t size, const std::vector<std::uint32_t>& sizes, int event
     const std::size_t n = below(4);
     REQUIRE(units.fits(length, SIZE_MAX) == model.fits(length));
     REQUIRE(units.fits(length, n) == std::min(model.fits(length), n));
-    if (below(5) < 3 && model.fits(length) >= n) {
+    if (below(5) == 0 && n > 0 && model.fits(length) >= n) {
+      std::vector<std::uint32_t> firsts(n);
+      units.take_pieces(length, firsts, owner);
+      REQUIRE(std::ranges::is_sorted(firsts));
+      for (const std::uint32_t first : firsts) {
+        model.take({first, length, owner});
+        REQUIRE(units.at(first).block == firsts[0]);
+      }
+      if (below(2) == 0) {
+        units.give_back_pieces(length, firsts);
+        for (const std::uint32_t first : firsts) model.give_back({first, length, owner});
+      }
+    } else if (below(5) < 3 && model.fits(length) >= n) {
       units.take(length, n, owner, [&](std::uint32_t first, std::uint32_t count) {
         REQUIRE(model.run_at(first) == model.shortest_for(length));
-        for (std::uint32_t i = 0; i < count; ++i) model.take({first + i * length, length, owner});
+        for (std::uint32_t i = 0; i < count; ++i) {
+          model.take({first + i * length, length, owner});
+          REQUIRE(units.at(first + i * length).block == first + i * length);
+        }
       });
     } else if (!model.blocks().empty()) {
       const Block block = model.blocks()[below(model.blocks().size())];
@@ -174,7 +189,8 @@ TEST_CASE("the units of several caches agree with a naive model after every even
     fuzz(60, {3, 4}, events, seed);
     fuzz(97, {1, 5, 17}, events, seed);
     fuzz(64, {2, 2, 8}, events / 2, seed);
-    fuzz(20, {7, 30}, events / 4, seed);  // of which one never fits
+    fuzz(20, {7, 30}, events / 4, seed);                // of which one never fits
+    fuzz(30000, {900, 4100, 5000}, events / 50, seed);  // runs that are longer than those with bins
   }
 }
 

@@ -81,6 +81,11 @@ def test_the_unit_is_the_largest_that_wastes_one_percent_at_most():
     assert unit(RawLayout(5000, 16)) == 4 * KIB
     assert unit_from("auto", [], 1 << 36) == 4 * KIB
     assert unit_from("auto", [RawLayout(5000, 16)], 1 << 37) == 8 * KIB  # a tier has at most 2^24 units
+    llama = KVLayout(10, 2, 64, "float16", 16)  # 8 KiB a layer
+    assert unit_from("auto", [llama], 1 << 30) == 16 * KIB
+    assert unit_from("auto", [llama], 1 << 30, "layer") == 8 * KIB
+    assert unit_from("auto", [llama, RawLayout(64 * KIB, 16)], 1 << 30, "layer") == 8 * KIB
+    assert unit_from("auto", [KVLayout(10, 3, 64, "float16", 1)], 1 << 30, "layer") == 4 * KIB  # which load() refuses
 
 
 def test_a_block_that_would_waste_more_than_a_twentieth_is_refused_unless_allowed(space):
@@ -272,6 +277,19 @@ def test_quotas_follow_what_models_need_and_sum_up_to_the_capacity(space):
     assert space.quotas()["a"].hbm.quota == 24 * UNIT
 
 
+def test_models_that_all_lack_memory_share_it_by_their_demands(space):
+    space.load("a", layout(2))
+    space.load("b", layout(4))
+    backlog = {"a": 12, "b": 6}  # each needs all of it
+    now = Adaptation(half_life_s=0.001, band=0.0)
+    space.adapt(backlog, elapsed_s=1.0, settings=now)
+    assert [each.hbm.quota for each in space.quotas().values()] == [12 * UNIT, 12 * UNIT]
+    space.adapt(backlog, demands={"a": 6.0, "b": 1.0}, elapsed_s=1.0, settings=now)  # 12 units and 4
+    assert [each.hbm.quota for each in space.quotas().values()] == [18 * UNIT, 6 * UNIT]
+    space.adapt(backlog, demands={"b": 1}, elapsed_s=1.0, settings=now)
+    assert [each.hbm.quota for each in space.quotas().values()] == [0, 24 * UNIT]
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
@@ -281,6 +299,11 @@ def test_quotas_follow_what_models_need_and_sum_up_to_the_capacity(space):
         ({"backlog": {"a": True}}, kvpool.ArgumentTypeError),
         ({"backlog": {3: 1}}, kvpool.ArgumentTypeError),
         ({"backlog": [1]}, kvpool.ArgumentTypeError),
+        ({"demands": {"c": 1.0}}, kvpool.ArgumentError),
+        ({"demands": {"a": -1.0}}, kvpool.ArgumentError),
+        ({"demands": {"a": float("nan")}}, kvpool.ArgumentError),
+        ({"demands": {"a": "1"}}, kvpool.ArgumentTypeError),
+        ({"demands": [1.0]}, kvpool.ArgumentTypeError),
         ({"settings": 3}, kvpool.ArgumentTypeError),
         ({"elapsed_s": -1}, kvpool.ArgumentError),
         ({"elapsed_s": "1"}, kvpool.ArgumentTypeError),
@@ -368,3 +391,16 @@ def test_an_allocation_that_finds_no_places_drops_no_caches(space):
     assert space.quotas()["a"].hbm.cached == 21 * UNIT
     for hold in holds:
         hold.close()
+
+
+def test_what_the_allocator_takes_is_counted_once_for_all_models():
+    sizes = []
+    for units in (4096, 8192):
+        with Space(units * UNIT, unit=UNIT, huge_pages="never") as space:
+            space.load("a", layout(8))
+            space.load("b", layout(4))
+            stats = space.stats()
+            sizes.append(stats.metadata_bytes)
+            assert stats.metadata_bytes > sum(pool.metadata_bytes for pool in stats.models.values())
+    # 8 bytes a unit, and for each block of a model 20, and 2 for its readers.
+    assert sizes[1] - sizes[0] == 4096 * 8 + (512 + 1024) * 22

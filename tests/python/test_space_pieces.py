@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import random
 from typing import Any
 
 import numpy as np
 import pytest
-from attach_kit import url  # noqa: F401  (a fixture)
 from kit import BLOCK, LONG, prompt
-from space_kit import UNIT, layout, space_of
+from space_kit import UNIT, comb, layered, layout, space_of
 
 import kvpool
 from kvpool import DRAM, HBM, KVLayout
@@ -21,19 +19,6 @@ def space() -> Any:
     with space_of() as made:
         yield made
         made.audit()
-
-
-def layered(layers: int, units: int = 1) -> KVLayout:
-    """A layout whose layers have so many units each."""
-    return KVLayout(layers, 2 * units, 64, "float32", BLOCK)
-
-
-def comb(pool: Any, units: int, medium: kvpool.Medium = HBM) -> Any:
-    """Leaves every other unit of a tier free. Returns the blocks of one unit between them."""
-    addrs = pool.alloc(units, medium=medium)
-    at = kvpool.block_ids(addrs) % 2 == 0
-    pool.free(addrs[at])
-    return addrs[~at]
 
 
 def write(pool: Any, addrs: Any, value: int, medium: kvpool.Medium = HBM) -> None:
@@ -141,24 +126,22 @@ def test_blocks_in_pieces_are_zeroed_when_that_is_asked_for(space):
     assert not pool.pages().numpy()[pool.block_table(again)].any()
 
 
-def test_what_cannot_read_pieces_is_refused(space, url):  # noqa: F811
+def test_what_cannot_read_pieces_is_refused(space):
     pool = space.load("a", layered(2), pieces="layer")
     addrs = pool.alloc(1)
-    cluster = kvpool.Cluster.join(url, heartbeat=0.5)
-    try:
-        for call in (
-            pool.tensor,
-            lambda: pool.peers.listen(f"unix:@kvpool-pieces-{os.getpid()}"),
-            lambda: pool.attach(cluster),
-            lambda: kvpool.KeyedCache(pool, 2),
-            lambda: pool.sequence(addrs),
-        ):
-            with pytest.raises(kvpool.Unsupported):
-                call()
-    finally:
-        cluster.close()
+    for call in (pool.tensor, lambda: kvpool.KeyedCache(pool, 2), lambda: pool.sequence(addrs)):
+        with pytest.raises(kvpool.Unsupported):
+            call()
     pool.free(addrs)
     pool.free(pool.alloc(3))
+
+
+def test_an_allocation_that_finds_no_place_for_pieces_says_what_it_looked_for():
+    with space_of() as space:
+        comb(space.load("small", layout(1)), 24)
+        pool = space.load("a", layered(2, 2), pieces="layer")
+        with pytest.raises(kvpool.OutOfBlocks, match="one run of units or in 2 pieces, each in one run of 2 units"):
+            pool.alloc(1)
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,50 @@ class Cursor {
   std::size_t at_ = 0;
 };
 
+// The same in one block, which may be cut: see MediumSpan::places.
+class PlacedCursor {
+ public:
+  PlacedCursor(const MediumSpan& span, std::uint32_t block, std::uint64_t at) noexcept : span_(span), block_(block) {
+    enter();
+    while (at >= bytes_) {
+      at -= bytes_;
+      ++index_;
+      enter();
+    }
+    at_ = static_cast<std::size_t>(at);
+  }
+  std::size_t left() const noexcept { return bytes_ - at_; }
+  std::byte* base() const noexcept { return base_ + at_; }
+  void advance(std::size_t bytes) noexcept {
+    at_ += bytes;
+    if (at_ < bytes_) return;
+    at_ = 0;
+    ++index_;
+    enter();
+  }
+
+ private:
+  // The part of the content with this index; behind the last one nothing.
+  void enter() noexcept {
+    if (index_ >= (span_.places == nullptr ? span_.segments.size() : span_.places->pieces())) return;
+    const Segment& segment = span_.segments[span_.places == nullptr ? index_ : 0];
+    std::uint32_t place = block_;
+    bytes_ = segment.bytes;
+    if (span_.places != nullptr) {
+      place = span_.places->unit_of(block_, static_cast<std::uint32_t>(index_));
+      bytes_ /= span_.places->pieces();
+    }
+    base_ = segment.base + place * segment.stride;
+  }
+
+  const MediumSpan& span_;
+  const std::uint32_t block_;
+  std::size_t index_ = 0;
+  std::byte* base_ = nullptr;
+  std::size_t bytes_ = 0;
+  std::size_t at_ = 0;
+};
+
 std::byte* end_of(const iovec& piece) noexcept { return static_cast<std::byte*>(piece.iov_base) + piece.iov_len; }
 
 }  // namespace
@@ -106,12 +150,47 @@ const StripPlan::Range& StripPlan::range_of(Address from, Address to) {
   return range;
 }
 
+bool StripPlan::cut(Address from, Address to) const noexcept {
+  return from_[medium_of(from)].places != nullptr || to_[medium_of(to)].places != nullptr;
+}
+
+template <class Visit>
+bool StripPlan::for_each_cut(std::span<const Address> from, std::span<const Address> to, std::size_t& i,
+                             Visit&& visit) const {
+  CopyPiece piece{nullptr, nullptr, 0};  // what comes next may join it
+  for (; i < from.size() && cut(from[i], to[i]); ++i) {
+    for (const BlockStrip& strip : strips_) {
+      if (strip.bytes == 0) continue;
+      PlacedCursor source(from_[medium_of(from[i])], block_of(from[i]), strip.from);
+      PlacedCursor target(to_[medium_of(to[i])], block_of(to[i]), strip.to);
+      for (std::uint64_t left = strip.bytes; left > 0;) {
+        const std::size_t bytes = std::min({static_cast<std::size_t>(left), source.left(), target.left()});
+        if (merge_ && piece.bytes > 0 && piece.src + piece.bytes == source.base() &&
+            piece.dst + piece.bytes == target.base()) {
+          piece.bytes += bytes;
+        } else {
+          if (piece.bytes > 0 && !visit(piece)) return false;
+          piece = {target.base(), source.base(), bytes};
+        }
+        source.advance(bytes);
+        target.advance(bytes);
+        left -= bytes;
+      }
+    }
+  }
+  return piece.bytes == 0 || visit(piece);
+}
+
 bool StripPlan::emit_to(std::span<const Address> from, std::span<const Address> to, PieceBatch::Call call,
                         void* context) {
   KVPOOL_DCHECK(from.size() == to.size());
   std::array<CopyPiece, kPieceBatch> room;
   PieceBatch batch(room, call, context);
   for (std::size_t i = 0; i < from.size();) {
+    if (cut(from[i], to[i])) [[unlikely]] {
+      if (!for_each_cut(from, to, i, [&](const CopyPiece& piece) { return batch.add(piece); })) return false;
+      continue;
+    }
     const Range& range = range_of(from[i], to[i]);
     const auto plan = std::span<const PlannedStrip>(plan_).subspan(range.first, range.end - range.first);
     const std::size_t run = merge_ ? run_length(from.subspan(i), to.subspan(i)) : 1;
@@ -124,6 +203,10 @@ bool StripPlan::emit_to(std::span<const Address> from, std::span<const Address> 
 std::uint64_t StripPlan::count(std::span<const Address> from, std::span<const Address> to) {
   std::uint64_t pieces = 0;
   for (std::size_t i = 0; i < from.size();) {
+    if (cut(from[i], to[i])) [[unlikely]] {
+      for_each_cut(from, to, i, [&](const CopyPiece&) { return ++pieces > 0; });
+      continue;
+    }
     const Range& range = range_of(from[i], to[i]);
     const std::size_t run = merge_ ? run_length(from.subspan(i), to.subspan(i)) : 1;
     pieces += range.joining + (range.end - range.first - range.joining) * run;
@@ -157,6 +240,16 @@ void ContentPlan::emit(std::span<const Address> blocks, bool merge, std::vector<
     for (const Address address : blocks) {
       KVPOOL_DCHECK(is_medium(medium_bits_of(address)));
       const Medium medium = medium_of(address);
+      if (spans_[medium].places != nullptr) [[unlikely]] {
+        PlacedCursor cursor(spans_[medium], block_of(address), range.at);
+        for (std::uint64_t left = range.bytes; left > 0;) {
+          const std::size_t bytes = std::min(static_cast<std::size_t>(left), cursor.left());
+          add(cursor.base(), bytes);
+          cursor.advance(bytes);
+          left -= bytes;
+        }
+        continue;
+      }
       if (parts[medium].empty()) {
         Cursor cursor(spans_[medium], range.at);
         for (std::uint64_t left = range.bytes; left > 0;) {

@@ -48,7 +48,7 @@ struct PlannedStrip {
 };
 
 // Appends the plan of these strips to `plan`. `merge`: joins strips that are contiguous on both sides. Media without
-// blocks have no plan. REQUIRES: the strips lie within the content of both sides.
+// blocks have no plan. REQUIRES: the strips lie within the content of both sides, whose blocks are not cut.
 void plan_strips(const MediumSpan& from, const MediumSpan& to, std::span<const BlockStrip> strips, bool merge,
                  std::vector<PlannedStrip>& plan);
 
@@ -64,19 +64,18 @@ class PieceBatch {
   PieceBatch(std::span<CopyPiece> room, Call call, void* context) noexcept
       : room_(room), call_(call), context_(context) {}
 
-  // Adds the pieces of `run` neighbouring block pairs. Returns false when the call did: stop then.
-  bool add_run(std::span<const PlannedStrip> plan, std::size_t source, std::size_t target, std::size_t run);
-  // Passes on the rest.
-  bool finish() { return used_ == 0 || call_(context_, room_.first(used_)); }
-
- private:
+  // Adds one piece, or the pieces of `run` neighbouring block pairs. Returns false when the call did: stop then.
   bool add(const CopyPiece& piece) {
     room_[used_++] = piece;
     if (used_ < room_.size()) return true;
     used_ = 0;
     return call_(context_, room_);
   }
+  bool add_run(std::span<const PlannedStrip> plan, std::size_t source, std::size_t target, std::size_t run);
+  // Passes on the rest.
+  bool finish() { return used_ == 0 || call_(context_, room_.first(used_)); }
 
+ private:
   const std::span<CopyPiece> room_;
   const Call call_;
   void* const context_;
@@ -118,6 +117,11 @@ class StripPlan {
 
   bool emit_to(std::span<const Address> from, std::span<const Address> to, PieceBatch::Call call, void* context);
   const Range& range_of(Address from, Address to);
+  bool cut(Address from, Address to) const noexcept;
+  // visit(piece) -> bool for each piece of these pairs from `i` on, as far as a side of them may be cut, until it
+  // returns false, then false too. `i` is behind them then.
+  template <class Visit>
+  bool for_each_cut(std::span<const Address> from, std::span<const Address> to, std::size_t& i, Visit&& visit) const;
 
   const MediaSpans& from_;
   const MediaSpans& to_;

@@ -25,12 +25,12 @@ BlockPieces::BlockPieces(std::uint32_t numbers, std::uint32_t blocks, std::uint3
       blocks_(blocks),
       pieces_(pieces),
       piece_units_(piece_units),
-      list_of_(zeros(pieces == 1 ? 0 : numbers)),
+      list_of_(zeros(pieces == 1 ? 0 : numbers / piece_units + 1)),
       lists_(zeros(pieces == 1 ? 0 : std::size_t{blocks} * pieces)) {}
 
 std::span<const std::uint32_t> BlockPieces::units_of(std::uint32_t block) const noexcept {
   KVPOOL_DCHECK(block < numbers_ && !whole(block));
-  return {list(list_of_[block]), pieces_};
+  return {list(list_of_[slot_of(block)]), pieces_};
 }
 
 void BlockPieces::scatter(std::uint32_t block, std::span<const std::uint32_t> units) noexcept {
@@ -42,16 +42,16 @@ void BlockPieces::scatter(std::uint32_t block, std::span<const std::uint32_t> un
     free_list_ = list(number)[0];
   }
   std::ranges::copy(units, list(number));
-  list_of_[block] = number;
+  list_of_[slot_of(block)] = number;
   ++scattered_;
 }
 
 void BlockPieces::forget(std::uint32_t block) noexcept {
   KVPOOL_DCHECK(block < numbers_ && !whole(block));
-  const std::uint32_t number = list_of_[block];
+  const std::uint32_t number = list_of_[slot_of(block)];
   list(number)[0] = free_list_;
   free_list_ = number;
-  list_of_[block] = 0;
+  list_of_[slot_of(block)] = 0;
   --scattered_;
 }
 
@@ -63,14 +63,18 @@ void BlockPieces::audit(const char* name, const std::function<bool(std::uint32_t
   if (pieces_ == 1) return;
   std::vector<bool> seen(std::size_t{lists_used_} + 1);
   std::uint32_t scattered = 0;
-  for (std::uint32_t block = 0; block < numbers_; ++block) {
-    const std::uint32_t number = list_of_[block];
+  for (std::uint32_t slot = 0; slot <= numbers_ / piece_units_; ++slot) {
+    const std::uint32_t number = list_of_[slot];
     if (number == 0) continue;
-    if (number > lists_used_ || seen[number]) fail("two blocks have one list, or a block has none", block);
+    if (number > lists_used_ || seen[number]) fail("two blocks have one list, or a block has none", slot);
     seen[number] = true;
     ++scattered;
+    const std::uint32_t block = list(number)[0];
+    if (slot_of(block) != slot) fail("a block has the list of another", block);
     if (!has_units(block)) fail("a free block is scattered", block);
-    if (std::ranges::min(units_of(block)) != block) fail("a block is not the least of its units", block);
+    if (std::ranges::min(std::span(list(number), pieces_)) != block) {
+      fail("a block is not the least of its units", block);
+    }
   }
   if (scattered != scattered_) fail("a wrong count of scattered blocks", scattered);
   std::uint32_t free = 0;
@@ -84,7 +88,7 @@ void BlockPieces::audit(const char* name, const std::function<bool(std::uint32_t
 
 std::uint64_t BlockPieces::metadata_bytes() const noexcept {
   if (pieces_ == 1) return 0;
-  return (std::uint64_t{numbers_} + std::uint64_t{lists_used_} * pieces_) * sizeof(std::uint32_t);
+  return (std::uint64_t{numbers_ / piece_units_ + 1} + std::uint64_t{lists_used_} * pieces_) * sizeof(std::uint32_t);
 }
 
 }  // namespace kvpool

@@ -182,7 +182,11 @@ void BlockSpace::audit_extents(Medium medium) const {
     const CacheBlocks* const cache = extent.owner < seats_.size() ? seats_[extent.owner].cache : nullptr;
     if (cache == nullptr) fail("a block belongs to no cache", extent.first);
     if (extent.block >= cache->store(medium).numbers()) fail("a block has no number of its cache", extent.first);
-    if (cache->store(medium).state(extent.block) == BlockState::kFree) fail("a free block has units", extent.first);
+    const BlockStore& blocks = cache->store(medium);
+    if (blocks.block_in(blocks.slot_of(extent.block)) != extent.block ||
+        blocks.state(extent.block) == BlockState::kFree) {
+      fail("a free block has units", extent.first);
+    }
     bool its_own = false;
     cache->for_each_extent(medium, extent.block, [&](std::uint32_t first, std::uint32_t length) {
       its_own = its_own || (first == extent.first && length == extent.length);

@@ -71,6 +71,7 @@ class PressureHook {
 class BlockSpace {
  public:
   static constexpr std::uint32_t kCachesMax = kQuotaModelsMax;
+  static_assert(kCachesMax <= UnitSet::kOwnersMax);
 
   // `caches_max`: at a time; a space for one cache serves no second one later. The caches share the generations of an
   // address: with n caches, a block has 2^23 / n. Throws kArgument, also for more than kBlocksMax units that several

@@ -21,11 +21,12 @@ constexpr std::uint32_t prefix_of(std::uint32_t instance, Medium medium) noexcep
 
 }  // namespace
 
-BlockStore::BlockStore(Medium medium, std::uint32_t blocks, std::uint32_t numbers, bool has_free_set,
-                       std::uint32_t first_generation, std::uint32_t last_generation)
-    : meta_(make_meta(numbers)),
+BlockStore::BlockStore(Medium medium, std::uint32_t blocks, std::uint32_t numbers, std::uint32_t slots,
+                       bool has_free_set, std::uint32_t first_generation, std::uint32_t last_generation)
+    : meta_(make_meta(slots)),
       capacity_(blocks),
       numbers_(numbers),
+      slots_(slots),
       has_free_set_(has_free_set),
       first_generation_(first_generation),
       last_generation_(last_generation),
@@ -37,6 +38,22 @@ BlockStore::BlockStore(Medium medium, std::uint32_t blocks, std::uint32_t number
   KVPOOL_CHECK(is_medium(static_cast<std::uint32_t>(medium)));
   KVPOOL_CHECK(0 < first_generation && first_generation <= last_generation && last_generation <= kGenerationMax);
   counts_[static_cast<std::size_t>(BlockState::kFree)] = blocks;
+}
+
+// A number n < 2^24 divided by `apart` is n * inverse >> shift: the inverse is at most 1 / 2^39 of itself too large, so
+// the product by less than 2^-14 / apart of a slot, and a remainder leaves at least 1 / apart.
+BlockStore::BlockStore(Medium medium, std::uint32_t blocks, Placed placed, std::uint32_t first_generation,
+                       std::uint32_t last_generation)
+    : BlockStore(medium, blocks, placed.numbers, (placed.numbers + placed.apart - 1) / placed.apart, false,
+                 first_generation, last_generation) {
+  KVPOOL_CHECK(placed.apart >= 1 && blocks <= slots_);
+  apart_shift_ = 38 + std::bit_width(placed.apart);
+  apart_inverse_ = ((std::uint64_t{1} << apart_shift_) + placed.apart - 1) / placed.apart;
+  // calloc, because large zeroed memory comes from the kernel untouched.
+  first_of_.reset(static_cast<std::uint32_t*>(std::calloc(std::max(slots_, 1U), sizeof(std::uint32_t))));
+  if (first_of_ != nullptr) return;
+  throw Error(ErrorCode::kOutOfMemory, "no memory for the numbers of " + std::to_string(slots_) + " blocks",
+              {{"bytes", static_cast<std::int64_t>(slots_ * sizeof(std::uint32_t))}});
 }
 
 BlockStore::~BlockStore() = default;
@@ -134,30 +151,55 @@ void BlockStore::place(std::uint32_t first, std::uint32_t step, std::uint32_t n,
   KVPOOL_DCHECK(is_owned(to) && !has_free_set_);
   const Address base = static_cast<Address>(made_prefix_) << kMediumShift | Address{first_generation_}
                                                                                 << kGenerationShift;
+  const std::uint32_t slot_step = slot_of(step);
   std::uint32_t block = first;
-  for (std::uint32_t i = 0; i < n; ++i, block += step) {
-    KVPOOL_DCHECK(meta(block).is_free());
-    const std::uint32_t word = meta_[block].word;  // as in hand_out()
-    generations_given_ = std::max(generations_given_, (word >> BlockMeta::kStateBits) + 1);
-    meta_[block].word = word | static_cast<std::uint32_t>(to);
+  std::uint32_t slot = slot_of(first);
+  std::uint32_t given = generations_given_ << BlockMeta::kStateBits;
+  BlockMeta* const meta = meta_.get();
+  std::uint32_t* const first_of = first_of_.get();
+  for (std::uint32_t i = 0; i < n; ++i, block += step, slot += slot_step) {
+    KVPOOL_DCHECK(slot == slot_of(block) && meta[slot].is_free());
+    const std::uint32_t word = meta[slot].word;  // as in hand_out()
+    given = std::max(given, word + BlockMeta::kOneRelease);
+    meta[slot].word = word | static_cast<std::uint32_t>(to);
+    first_of[slot] = block;
     out[i] = base + block + (static_cast<Address>(word) << (kGenerationShift - BlockMeta::kStateBits));
   }
+  generations_given_ = given >> BlockMeta::kStateBits;
   counts_[static_cast<std::size_t>(BlockState::kFree)] -= n;
   counts_[static_cast<std::size_t>(to)] += n;
 }
 
-bool BlockStore::unplace(std::uint32_t block) noexcept {
-  KVPOOL_DCHECK(!has_free_set_ && !meta(block).filling());
-  BlockMeta& block_meta = owned_meta(block);
-  const auto state = static_cast<std::size_t>(block_meta.state());
-  const bool last = block_meta.releases() == releases_max();
-  block_meta.overwrite(block_meta.word - static_cast<std::uint32_t>(state) + BlockMeta::kOneRelease);
-  const BlockState after = last ? BlockState::kRetired : BlockState::kFree;
-  block_meta.set_state(after);
-  --counts_[state];
-  ++counts_[static_cast<std::size_t>(after)];
-  ++released_;
-  return !last;
+std::uint32_t BlockStore::unplace(std::uint32_t first, std::uint32_t step, std::uint32_t n) noexcept {
+  KVPOOL_DCHECK(!has_free_set_ && n > 0);
+  const std::uint32_t slot_step = slot_of(step);
+  const std::uint32_t last_release = releases_max();
+  BlockMeta* const meta = meta_.get();
+  std::uint32_t slot = slot_of(first);
+  for (std::uint32_t gone = 0; gone < n;) {
+    // As in release().
+    const std::uint32_t state = meta[slot].word & BlockMeta::kStateMask;
+    const std::uint32_t batch = gone;
+    std::uint32_t unstated = 0;
+    for (; gone < n; ++gone, slot += slot_step) {
+      KVPOOL_DCHECK(block_in(slot) == first + gone * step && is_owned(meta[slot].state()) && !meta[slot].filling());
+      unstated = meta[slot].word - state;
+      if (std::rotr(unstated, BlockMeta::kStateBits) >= last_release) break;
+      meta[slot].overwrite(unstated + BlockMeta::kOneRelease);
+    }
+    counts_[state] -= gone - batch;
+    counts_[static_cast<std::size_t>(BlockState::kFree)] += gone - batch;
+    released_ += gone - batch;
+    if (gone < n && unstated == last_release << BlockMeta::kStateBits) {
+      meta[slot].overwrite(unstated + BlockMeta::kOneRelease);
+      meta[slot].set_state(BlockState::kRetired);
+      --counts_[state];
+      ++counts_[static_cast<std::size_t>(BlockState::kRetired)];
+      ++released_;
+      return gone;
+    }
+  }
+  return n;
 }
 
 void BlockStore::suspend() noexcept {
@@ -200,13 +242,13 @@ AddressFault BlockStore::fault_of(Address address) const noexcept {
   if (medium_bits_of(address) != static_cast<std::uint32_t>(medium_)) return AddressFault::kNoMedium;
   const std::uint32_t block = block_of(address);
   if (block >= numbers_) return AddressFault::kOutOfRange;
-  return generation(block) == generation_of(address) ? AddressFault::kNone : AddressFault::kStale;
+  return is_current(block, generation_of(address)) ? AddressFault::kNone : AddressFault::kStale;
 }
 
 void BlockStore::set_generation_for_test(std::uint32_t block, std::uint32_t generation) noexcept {
-  KVPOOL_CHECK(block < numbers_ && meta_[block].is_free());
+  KVPOOL_CHECK(block < numbers_ && meta(block).is_free());
   KVPOOL_CHECK(generation >= first_generation_ && generation <= last_generation_);
-  meta_[block].word = (generation - first_generation_) << BlockMeta::kStateBits;
+  meta_[slot_of(block)].word = (generation - first_generation_) << BlockMeta::kStateBits;
 }
 
 FreeRuns BlockStore::free_runs() const noexcept {
@@ -215,25 +257,30 @@ FreeRuns BlockStore::free_runs() const noexcept {
 }
 
 std::uint64_t BlockStore::metadata_bytes() const noexcept {
-  return static_cast<std::uint64_t>(numbers_) * sizeof(BlockMeta) + sizeof(BlockStore);
+  const std::uint64_t a_slot = sizeof(BlockMeta) + (first_of_ == nullptr ? 0 : sizeof(std::uint32_t));
+  return slots_ * a_slot + sizeof(BlockStore);
 }
 
 void BlockStore::audit() const {
   std::array<std::uint32_t, kBlockStateCount> found{};
-  for (std::uint32_t block = 0; block < numbers_; ++block) {
-    const BlockMeta& block_meta = meta_[block];
+  for (std::uint32_t slot = 0; slot < slots_; ++slot) {
+    const BlockMeta& block_meta = meta_[slot];
+    const std::uint32_t block = block_in(slot);
     const auto state = static_cast<std::size_t>(block_meta.state());
     if (state >= found.size()) audit_failed(medium_, "unknown state " + std::to_string(state), block);
     ++found[state];
     if (block_meta.filling() && block_meta.state() != BlockState::kHistorical) {
       audit_failed(medium_, "a block is being filled, and not historical", block);
     }
+    if (!block_meta.is_free() && (block >= numbers_ || slot_of(block) != slot)) {
+      audit_failed(medium_, "a block has a slot that is not its own", block);
+    }
     if ((block_meta.releases() > releases_max()) != (block_meta.state() == BlockState::kRetired)) {
       audit_failed(medium_, "a block is retired before its time, or not at it", block);
     }
   }
-  // Numbers that no block has are free, too.
-  found[static_cast<std::size_t>(BlockState::kFree)] -= numbers_ - capacity_;
+  // Slots that no block has are free, too.
+  found[static_cast<std::size_t>(BlockState::kFree)] -= slots_ - capacity_;
   for (std::size_t state = 0; state < found.size(); ++state) {
     if (found[state] == counts_[state]) continue;
     throw Error(ErrorCode::kAudit,

@@ -6,13 +6,17 @@
 //       the block's. A block whose generation would wrap is retired instead of freed, and never comes back.
 //   B3  The free set holds exactly the blocks in state kFree, as maximal runs: no two free runs touch. A store whose
 //       numbers are units has none: the space knows which units are free (unit_set.h).
-//   B4  16 bytes of metadata a number, and nothing else that grows with the capacity.
+//   B4  16 bytes of metadata a block, and nothing else that grows with the capacity. In a store whose numbers are
+//   units,
+//       20 bytes for each slot: so many numbers next to each other that no two blocks begin in them.
 //
 // Thread-safety: none; the pool holds its lock. No method allocates after construction.
 #pragma once
 
 #include <array>
 #include <cstdint>
+#include <cstdlib>
+#include <memory>
 
 #include "kvpool/base/address.h"
 #include "kvpool/base/check.h"
@@ -43,16 +47,17 @@ class BlockStore {
   // REQUIRES: blocks <= kBlocksMax; 0 < first <= last <= kGenerationMax. Throws Error(kOutOfMemory).
   BlockStore(Medium medium, std::uint32_t blocks, std::uint32_t first_generation = 1,
              std::uint32_t last_generation = kGenerationMax)
-      : BlockStore(medium, blocks, blocks, true, first_generation, last_generation) {}
+      : BlockStore(medium, blocks, blocks, blocks, true, first_generation, last_generation) {}
   // A store whose blocks have the numbers that place() is told, below `numbers`, and of which no more than `blocks`
-  // have an owner or are retired at any time. Blocks without an owner have no number: they count as free. take(),
-  // release() and suspend() are not for it. REQUIRES: blocks <= numbers <= kBlocksMax, and as above.
+  // have an owner or are retired at any time; their numbers differ by `apart` at least. Blocks without an owner have no
+  // number: they count as free. take(), release() and suspend() are not for it. REQUIRES: blocks <= numbers <=
+  // kBlocksMax, no more blocks than slots of `apart` numbers, apart >= 1, and as above.
   struct Placed {
     std::uint32_t numbers;
+    std::uint32_t apart = 1;
   };
   BlockStore(Medium medium, std::uint32_t blocks, Placed placed, std::uint32_t first_generation,
-             std::uint32_t last_generation)
-      : BlockStore(medium, blocks, placed.numbers, false, first_generation, last_generation) {}
+             std::uint32_t last_generation);
   ~BlockStore();
   BlockStore(const BlockStore&) = delete;
   BlockStore& operator=(const BlockStore&) = delete;
@@ -61,6 +66,14 @@ class BlockStore {
   std::uint32_t capacity() const noexcept { return capacity_; }
   // All block numbers are below.
   std::uint32_t numbers() const noexcept { return numbers_; }
+  // Where what is counted by block has its place for this number; all are below slots(). A store with a free set has a
+  // slot for each number.
+  std::uint32_t slots() const noexcept { return slots_; }
+  std::uint32_t slot_of(std::uint32_t block) const noexcept {
+    return first_of_ == nullptr ? block : static_cast<std::uint32_t>(block * apart_inverse_ >> apart_shift_);
+  }
+  // The block that has this slot, or had it last. REQUIRES: slot < slots().
+  std::uint32_t block_in(std::uint32_t slot) const noexcept { return first_of_ == nullptr ? slot : first_of_[slot]; }
   std::uint32_t count(BlockState state) const noexcept { return counts_[static_cast<std::size_t>(state)]; }
   std::uint32_t free_count() const noexcept { return count(BlockState::kFree); }
 
@@ -84,11 +97,11 @@ class BlockStore {
   // REQUIRES: each is owned, and none is being filled.
   void release(std::uint32_t first, std::uint32_t n) noexcept;
   // Takes blocks number first, first + step, ... to state `to`. REQUIRES: this is a store with numbers that it is told;
-  // they are free; is_owned(to); `out` has room for n.
+  // they are free; `step` is a multiple of what they are apart; is_owned(to); `out` has room for n.
   void place(std::uint32_t first, std::uint32_t step, std::uint32_t n, BlockState to, Address* out) noexcept;
-  // The block has no owner any more; or it is retired, then false. REQUIRES: as place(); it is owned, and not being
-  // filled.
-  bool unplace(std::uint32_t block) noexcept;
+  // Blocks number first, first + step, ... have no owner any more, up to the first one that is retired instead. Returns
+  // how many came before that, or n. REQUIRES: as place(); they are owned, and none is being filled; n > 0.
+  std::uint32_t unplace(std::uint32_t first, std::uint32_t step, std::uint32_t n) noexcept;
   // All free blocks become suspended, so they cannot be taken; and free again, with the same generations. REQUIRES, of
   // both: no block is owned.
   void suspend() noexcept;
@@ -102,10 +115,21 @@ class BlockStore {
     const auto prefix = static_cast<std::uint32_t>(address >> kMediumShift);
     const std::uint32_t block = block_of(address);
     if ((prefix == own_prefix_ || prefix == local_prefix_) && block < numbers_ &&
-        meta_[block].releases() + first_generation_ == generation_of(address)) [[likely]] {
+        is_current(block, generation_of(address))) [[likely]] {
       return AddressFault::kNone;
     }
     return fault_of(address);
+  }
+
+  // Whether the address names a block here now that has this state, and is not being filled.
+  bool names(Address address, BlockState state) const noexcept {
+    const auto prefix = static_cast<std::uint32_t>(address >> kMediumShift);
+    const std::uint32_t block = block_of(address);
+    if ((prefix != own_prefix_ && prefix != local_prefix_) || block >= numbers_) return false;
+    const std::uint32_t slot = slot_of(block);
+    const std::uint32_t word = (generation_of(address) - first_generation_) << BlockMeta::kStateBits;
+    return (first_of_ == nullptr || first_of_[slot] == block) &&
+           meta_[slot].word == (word | static_cast<std::uint32_t>(state));
   }
 
   // REQUIRES, here and below: block < numbers().
@@ -153,16 +177,27 @@ class BlockStore {
   void audit() const;
 
  private:
-  BlockStore(Medium medium, std::uint32_t blocks, std::uint32_t numbers, bool has_free_set,
+  struct FreeMemory {
+    void operator()(std::uint32_t* memory) const noexcept { std::free(memory); }
+  };
+  using Numbers = std::unique_ptr<std::uint32_t[], FreeMemory>;
+
+  BlockStore(Medium medium, std::uint32_t blocks, std::uint32_t numbers, std::uint32_t slots, bool has_free_set,
              std::uint32_t first_generation, std::uint32_t last_generation);
 
   const BlockMeta& meta(std::uint32_t block) const noexcept {
     KVPOOL_DCHECK(block < numbers_);
-    return meta_[block];
+    return meta_[slot_of(block)];
   }
   BlockMeta& owned_meta(std::uint32_t block) noexcept {
-    KVPOOL_DCHECK(block < numbers_ && is_owned(meta_[block].state()));
-    return meta_[block];
+    KVPOOL_DCHECK(block < numbers_ && block == block_in(slot_of(block)) && is_owned(meta_[slot_of(block)].state()));
+    return meta_[slot_of(block)];
+  }
+  // Whether the block has its slot, in this generation.
+  bool is_current(std::uint32_t block, std::uint32_t generation) const noexcept {
+    const std::uint32_t slot = slot_of(block);
+    return (first_of_ == nullptr || first_of_[slot] == block) &&
+           meta_[slot].releases() + first_generation_ == generation;
   }
   // The releases of a block in its last generation. A retired block has one more, which no address can match.
   std::uint32_t releases_max() const noexcept { return last_generation_ - first_generation_; }
@@ -174,9 +209,13 @@ class BlockStore {
   // Blocks [first, first + n), which have left the free set, become `to`.
   void hand_out(std::uint32_t first, std::uint32_t n, BlockState to, Address* out) noexcept;
 
-  MetaArray meta_;
+  MetaArray meta_;                   // of each slot
+  Numbers first_of_;                 // of each slot its block, if numbers are told
+  std::uint64_t apart_inverse_ = 1;  // slot_of() divides by multiplying and shifting
+  int apart_shift_ = 0;
   std::uint32_t capacity_;
   std::uint32_t numbers_;
+  std::uint32_t slots_;
   bool has_free_set_;
   std::uint32_t first_generation_;
   std::uint32_t last_generation_;

@@ -60,17 +60,20 @@ BlockStore CacheBlocks::make_store(Medium medium, const CacheShape& shape) const
   const auto range = space_.generations_of(number(), medium, shape.first_generations[medium]);
   const std::uint32_t blocks = space_.blocks(medium, block_units_);
   if (!shared_) return BlockStore(medium, blocks, range.first, range.last);
-  return BlockStore(medium, blocks, BlockStore::Placed{space_.numbers(medium, block_units_)}, range.first, range.last);
+  const std::uint32_t apart = shape.pieces == 0 ? 1 : std::max(block_units_ / shape.pieces, 1U);  // checked later
+  return BlockStore(medium, blocks, BlockStore::Placed{space_.numbers(medium, block_units_), apart}, range.first,
+                    range.last);
 }
 
-BlockPieces CacheBlocks::make_pieces(Medium medium, const CacheShape& shape) const {
+std::shared_ptr<BlockPieces> CacheBlocks::make_pieces(Medium medium, const CacheShape& shape) const {
   if (shape.pieces == 0 || block_units_ % shape.pieces != 0 || (shape.pieces > 1 && !shared_)) {
     throw Error(ErrorCode::kArgument,
                 std::to_string(shape.pieces) + " pieces of a block of " + std::to_string(block_units_) +
                     " units: each must have as many whole units, of a space for several caches",
                 {{"pieces", shape.pieces}, {"units", block_units_}});
   }
-  return {stores_[medium].numbers(), stores_[medium].capacity(), shape.pieces, block_units_ / shape.pieces};
+  return std::make_shared<BlockPieces>(stores_[medium].numbers(), stores_[medium].capacity(), shape.pieces,
+                                       block_units_ / shape.pieces);
 }
 
 void CacheBlocks::check_instance(std::uint32_t instance) const {
@@ -155,17 +158,9 @@ bool CacheBlocks::take_units(Medium medium, std::size_t n, BlockState to, Addres
 }
 
 void CacheBlocks::take_scattered(Medium medium, BlockState to, Address* out) noexcept {
-  UnitSet& units = space_.mutable_units(medium);
-  const std::uint32_t size = run_units();
-  std::size_t piece = 0;
-  units.take(size, piece_units_.size(), number(), [&](std::uint32_t first, std::uint32_t count) {
-    for (std::uint32_t i = 0; i < count; ++i) piece_units_[piece++] = first + i * size;
-  });
-  std::ranges::sort(piece_units_);  // pieces that lie one after another are read one after another
-  const std::uint32_t block = piece_units_[0];
-  for (const std::uint32_t first : piece_units_) units.set_block(first, block);
-  pieces_[medium].scatter(block, piece_units_);
-  stores_[medium].place(block, 1, 1, to, out);
+  space_.mutable_units(medium).take_pieces(run_units(), piece_units_, number());
+  pieces_[medium]->scatter(piece_units_.front(), piece_units_);
+  stores_[medium].place(piece_units_.front(), block_units_, 1, to, out);
 }
 
 bool CacheBlocks::take_block(Medium medium, std::uint32_t block, BlockState to, Address* out) noexcept {
@@ -205,26 +200,35 @@ void CacheBlocks::release_run(Medium medium, std::uint32_t first, std::uint32_t 
 
 // Blocks that lie one after another in the units of a space.
 void CacheBlocks::release_units(Medium medium, std::uint32_t first, std::uint32_t n) noexcept {
-  const std::uint32_t size = block_units_;
-  const std::uint32_t end = first + n * size;
-  std::uint32_t freed = first;  // the blocks of units [freed, block) are nobody's
-  const auto give_back = [&](std::uint32_t to) {
-    if (to > freed) space_.mutable_units(medium).give_back(freed, size, (to - freed) / size);
-    freed = to + size;
-  };
-  for (std::uint32_t block = first; block < end; block += size) {
+  const std::uint32_t end = first + n * block_units_;
+  const bool all = readers_[medium].empty() && pieces_[medium]->scattered() == 0;
+  for (std::uint32_t block = first; block < end;) {
+    std::uint32_t after = all ? end : block;  // the blocks up to this one are whole, and nobody reads them
+    while (after < end && !is_read(medium, after) && pieces_[medium]->whole(after)) after += block_units_;
+    if (after > block) {
+      give_back_whole(medium, block, (after - block) / block_units_);
+      block = after;
+      continue;
+    }
     if (is_read(medium, block)) {
       wait_for_readers(medium, block);
-    } else if (stores_[medium].unplace(block)) {
-      if (pieces_[medium].whole(block)) continue;
-      for_each_extent(medium, block, [&](std::uint32_t piece, std::uint32_t units) {
-        space_.mutable_units(medium).give_back(piece, units, 1);
-      });
-      pieces_[medium].forget(block);
+    } else if (stores_[medium].unplace(block, block_units_, 1) == 1) {
+      space_.mutable_units(medium).give_back_pieces(run_units(), pieces_[medium]->units_of(block));
+      pieces_[medium]->forget(block);
     }
-    give_back(block);  // this one keeps its units: it is read, or retired, or lies elsewhere
+    block += block_units_;
   }
-  give_back(end);
+}
+
+// A block that is retired keeps its units.
+void CacheBlocks::give_back_whole(Medium medium, std::uint32_t first, std::uint32_t n) noexcept {
+  while (n > 0) {
+    const std::uint32_t gone = stores_[medium].unplace(first, block_units_, n);
+    if (gone > 0) space_.mutable_units(medium).give_back(first, block_units_, gone);
+    const std::uint32_t done = std::min(gone + 1, n);
+    first += done * block_units_;
+    n -= done;
+  }
 }
 
 // --- addresses that callers name ---
@@ -286,8 +290,7 @@ bool CacheBlocks::check_active_and_distinct(const Address* addresses, std::size_
     const Address address = addresses[i];
     const std::uint32_t bits = medium_bits_of(address);
     const bool plain = is_medium(bits);
-    const bool fine = plain && store_of(address).find(address) == AddressFault::kNone &&
-                      store_of(address).state(block_of(address)) == BlockState::kActive;
+    const bool fine = plain && store_of(address).names(address, BlockState::kActive);
     if (!fine) [[unlikely]] {
       if (!skip_cached || !plain ||
           (is_local(address) && (store_of(address).find(address) != AddressFault::kNone ||
@@ -363,8 +366,9 @@ void CacheBlocks::audit() const {
     const BlockStore& blocks = store(medium);
     const ReaderCounts& readers = readers_[medium];
     std::uint32_t unread = 0;
-    for (std::uint32_t block = 0; block < readers.size(); ++block) {
-      if (readers[block] > 0 && blocks.state(block) == BlockState::kFree) fail("a free block is read (L2)");
+    for (std::uint32_t slot = 0; slot < readers.size(); ++slot) {
+      const std::uint32_t block = blocks.block_in(slot);
+      if (readers[slot] > 0 && blocks.state(block) == BlockState::kFree) fail("a free block is read (L2)");
       if (is_unread(blocks.address_of(block))) ++unread;
     }
     if (unread != unread_[medium]) fail("a wrong count of freed blocks that are read (L2)");

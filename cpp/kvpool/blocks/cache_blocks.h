@@ -22,6 +22,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <span>
 #include <vector>
@@ -128,8 +129,12 @@ class CacheBlocks {
   // Units of the shortest run that take() can use.
   std::uint32_t run_units() const noexcept { return block_units_ / pieces_count(); }
   // Where blocks lie, if the space has several caches. A block that has an owner may be read without the lock.
-  const BlockPieces& pieces(Medium medium) const noexcept { return pieces_[medium]; }
-  std::uint32_t pieces_count() const noexcept { return pieces_[Medium::kHbm].pieces(); }
+  const BlockPieces& pieces(Medium medium) const noexcept { return *pieces_[medium]; }
+  std::uint32_t pieces_count() const noexcept { return pieces_[Medium::kHbm]->pieces(); }
+  // The same, for those who copy blocks, and may do so when the cache has ended; null if no block is cut.
+  std::shared_ptr<const BlockPlaces> places(Medium medium) const noexcept {
+    return pieces_count() == 1 ? nullptr : pieces_[medium];
+  }
   // Blocks without an owner for which there are no units, or no run of them, because other caches have blocks there.
   std::uint32_t displaced(Medium medium) const noexcept {
     return shared_ ? store(medium).free_count() - static_cast<std::uint32_t>(free_blocks(medium)) : 0;
@@ -222,7 +227,7 @@ class CacheBlocks {
   // Blocks that were freed and wait for their last readers (L2).
   std::uint32_t unread(Medium medium) const noexcept { return unread_[medium]; }
   bool is_read(Medium medium, std::uint32_t block) const noexcept {
-    return !readers_[medium].empty() && readers_[medium][block] > 0;
+    return !readers_[medium].empty() && readers_[medium][store(medium).slot_of(block)] > 0;
   }
   // REQUIRES: each is held.
   void release_reading(const Address* addresses, std::size_t n) noexcept;
@@ -245,7 +250,7 @@ class CacheBlocks {
   };
 
   BlockStore make_store(Medium medium, const CacheShape& shape) const;
-  BlockPieces make_pieces(Medium medium, const CacheShape& shape) const;
+  std::shared_ptr<BlockPieces> make_pieces(Medium medium, const CacheShape& shape) const;
   BlockStore& own(Address address) noexcept { return stores_[medium_of(address)]; }
   bool take_from(Medium medium, std::size_t n, BlockState to, Address* out) noexcept;
   bool take_units(Medium medium, std::size_t n, BlockState to, Address* out) noexcept;
@@ -259,6 +264,11 @@ class CacheBlocks {
   void check_not_read(Address address, std::size_t position) const;
   void release_run(Medium medium, std::uint32_t first, std::uint32_t n) noexcept;
   void release_units(Medium medium, std::uint32_t first, std::uint32_t n) noexcept;
+  void give_back_whole(Medium medium, std::uint32_t first, std::uint32_t n) noexcept;
+  // REQUIRES: somebody reads, or has read.
+  std::uint16_t& readers_of(Address address) noexcept {
+    return readers_[medium_of(address)][store_of(address).slot_of(block_of(address))];
+  }
   // A block that is freed while a transfer reads it waits for its readers (L2).
   void wait_for_readers(Medium medium, std::uint32_t block) noexcept;
 
@@ -267,7 +277,7 @@ class CacheBlocks {
   // visit(first, units) for each extent of the block.
   template <class Visit>
   void for_each_extent(Medium medium, std::uint32_t block, Visit&& visit) const {
-    const BlockPieces& pieces = pieces_[medium];
+    const BlockPieces& pieces = *pieces_[medium];
     if (pieces.whole(block)) return visit(block, block_units_);
     for (const std::uint32_t first : pieces.units_of(block)) visit(first, pieces.piece_units());
   }
@@ -285,9 +295,9 @@ class CacheBlocks {
   bool hbm_closed_ = false;
   bool hbm_suspended_ = false;
   MediumMap<BlockStore> stores_;
-  MediumMap<BlockPieces> pieces_;
+  MediumMap<std::shared_ptr<BlockPieces>> pieces_;
   std::vector<std::uint32_t> piece_units_;  // of a block that is being scattered
-  MediumMap<ReaderCounts> readers_;         // of each block; empty until the first transfer
+  MediumMap<ReaderCounts> readers_;         // of each block's slot; empty until the first transfer
   std::uint64_t check_stamp_ = kUnreadTag;  // tags active blocks while a list is checked for duplicates
   MediumMap<std::uint32_t> unread_{};       // blocks that were freed and wait for their readers (L2)
 };

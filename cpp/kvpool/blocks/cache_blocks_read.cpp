@@ -8,7 +8,7 @@ namespace kvpool {
 
 void CacheBlocks::check_not_read(Address address, std::size_t position) const {
   const auto& readers = readers_[medium_of(address)];
-  if (readers.empty() || readers[block_of(address)] == 0) return;
+  if (readers.empty() || readers[store_of(address).slot_of(block_of(address))] == 0) return;
   throw Error(ErrorCode::kState,
               "address " + std::to_string(address) + " (position " + std::to_string(position) +
                   "): a transfer, a save or a sequence reads the block; wait for it, or close the sequence",
@@ -40,7 +40,7 @@ void CacheBlocks::check_filled(Address address, std::size_t position) const {
 
 void CacheBlocks::hold_for_reading(const Address* addresses, std::size_t n, std::uint64_t for_incarnation) {
   for (const Medium medium : kMedia) {
-    if (readers_[medium].empty()) readers_[medium].begin(store(medium).numbers());
+    if (readers_[medium].empty()) readers_[medium].begin(store(medium).slots());
   }
   for (std::size_t i = 0; i < n; ++i) {
     try {
@@ -60,7 +60,7 @@ void CacheBlocks::hold_for_reading(const Address* addresses, std::size_t n, std:
                         "): the block was recalled, or what was to be written there failed",
                     {{"address", static_cast<std::int64_t>(addresses[i])}, {"position", static_cast<std::int64_t>(i)}});
       }
-      std::uint16_t& readers = readers_[medium_of(addresses[i])][block_of(addresses[i])];
+      std::uint16_t& readers = readers_of(addresses[i]);
       const bool readable =
           state == BlockState::kActive || state == BlockState::kHistorical || state == BlockState::kLent;
       if (readable && readers < UINT16_MAX) {
@@ -73,7 +73,7 @@ void CacheBlocks::hold_for_reading(const Address* addresses, std::size_t n, std:
                       "): the block cannot be sent or read: " + why,
                   {{"address", static_cast<std::int64_t>(addresses[i])}, {"position", static_cast<std::int64_t>(i)}});
     } catch (...) {
-      for (std::size_t j = 0; j < i; ++j) --readers_[medium_of(addresses[j])][block_of(addresses[j])];
+      for (std::size_t j = 0; j < i; ++j) --readers_of(addresses[j]);
       throw;
     }
   }
@@ -81,10 +81,8 @@ void CacheBlocks::hold_for_reading(const Address* addresses, std::size_t n, std:
 
 void CacheBlocks::release_reading(const Address* addresses, std::size_t n) noexcept {
   for (std::size_t i = 0; i < n; ++i) {
-    const Medium medium = medium_of(addresses[i]);
-    const std::uint32_t block = block_of(addresses[i]);
-    if (--readers_[medium][block] > 0 || !is_unread(addresses[i])) continue;
-    --unread_[medium];
+    if (--readers_of(addresses[i]) > 0 || !is_unread(addresses[i])) continue;
+    --unread_[medium_of(addresses[i])];
     release(&addresses[i], 1);
   }
 }

@@ -1,5 +1,5 @@
-// How many transfers, saves and sequences read each block of a medium. There is no memory for it until the first one
-// reads, and then only pages that are touched: blocks of a space have as many numbers as it has units.
+// How many transfers, saves and sequences read each block of a medium, by its slot (block_store.h). There is no memory
+// for it until the first one reads, and then only pages that are touched.
 //
 // Thread-safety: none; callers hold the lock of the space.
 #pragma once
@@ -26,6 +26,9 @@ class ReaderCounts {
   std::uint16_t& operator[](std::uint32_t block) noexcept {
     KVPOOL_DCHECK(block < size_);
     return counts_[block];
+  }
+  static std::uint64_t bytes_for(std::uint32_t blocks) noexcept {
+    return std::uint64_t{blocks} * sizeof(std::uint16_t);
   }
   // Nobody reads any of so many blocks. REQUIRES: empty(). Throws std::bad_alloc.
   void begin(std::uint32_t blocks) {

@@ -1,19 +1,27 @@
 #include "kvpool/blocks/unit_set.h"
 
+#include <algorithm>
 #include <string>
 
+#include "kvpool/base/address.h"
 #include "kvpool/base/check.h"
 #include "kvpool/base/error.h"
 
 namespace kvpool {
 namespace {
 
-constexpr BlockState kTaken = BlockState::kActive;
+// The word of a taken extent's first unit: see UnitNodes.
+constexpr int kOwnerShift = 3;
+constexpr std::uint64_t kOwnerMask = 31;
+constexpr std::uint64_t kNobodysOwner = kOwnerMask;
+static_assert(kNobodysOwner == UnitSet::kOwnersMax);
+constexpr int kBlockShift = 40;
 
-constexpr int kBlockShift = 32;  // above the owner
-
-// Of the first unit of an extent that is taken.
-std::uint32_t taken_length(const BlockMeta& first) noexcept { return first.mark; }
+constexpr std::uint64_t extent_word(std::uint32_t size, std::uint64_t owner, std::uint32_t block) noexcept {
+  return UnitNodes::kTaken | owner << kOwnerShift | std::uint64_t{size} << UnitNodes::kLengthShift |
+         std::uint64_t{block} << kBlockShift;
+}
+constexpr bool is_taken(std::uint64_t word) noexcept { return (word & UnitNodes::kTaken) != 0; }
 
 [[noreturn]] void units_failed(const char* name, const char* what, std::uint32_t unit) {
   throw Error(ErrorCode::kAudit, std::string(name) + " units: " + what + " (unit " + std::to_string(unit) + ")",
@@ -22,12 +30,24 @@ std::uint32_t taken_length(const BlockMeta& first) noexcept { return first.mark;
 
 }  // namespace
 
+// calloc, because large zeroed memory comes from the kernel untouched.
+UnitSet::Words UnitSet::zeros(std::uint32_t units) {
+  KVPOOL_CHECK(units <= kBlocksMax);
+  const std::size_t entries = std::max(units, 1U);
+  Words words(static_cast<std::uint64_t*>(std::calloc(entries, sizeof(std::uint64_t))));
+  if (words == nullptr) {
+    throw Error(ErrorCode::kOutOfMemory, "no memory for the metadata of " + std::to_string(units) + " units",
+                {{"bytes", static_cast<std::int64_t>(entries * sizeof(std::uint64_t))}});
+  }
+  return words;
+}
+
 UnitSet::UnitSet(std::uint32_t units)
-    : meta_(make_meta(units)), units_(units), free_units_(units), free_(meta_.get(), units, &bin_runs_) {}
+    : words_(zeros(units)), units_(units), free_units_(units), free_(words_.get(), units, &bin_runs_) {}
 
 std::uint32_t UnitSet::longest_free() const noexcept {
   const std::uint32_t head = free_.longest();
-  return head == FreeSet::kNone ? 0 : free_.length(head);
+  return head == UnitFreeSet::kNone ? 0 : free_.length(head);
 }
 
 std::size_t UnitSet::fits(std::uint32_t size, std::size_t most) const noexcept {
@@ -36,52 +56,70 @@ std::size_t UnitSet::fits(std::uint32_t size, std::size_t most) const noexcept {
 }
 
 void UnitSet::take_run(std::uint32_t first, std::uint32_t size, std::uint32_t n, std::uint32_t owner) noexcept {
+  KVPOOL_DCHECK(owner < kNobodysOwner);
   free_.remove_front(first, size * n);
   free_units_ -= size * n;
-  for (std::uint32_t i = 0; i < n; ++i, first += size) {
-    meta_[first + size - 1].set_state(kTaken);
-    BlockMeta& head = meta_[first];
-    head.set_state(kTaken);
-    head.mark = size;
-    head.tag = std::uint64_t{first} << kBlockShift | owner;
+  std::uint64_t* const words = words_.get();
+  std::uint64_t word = extent_word(size, owner, first);
+  for (const std::uint32_t end = first + n * size; first < end; first += size) {
+    words[first] = word;
+    word += std::uint64_t{size} << kBlockShift;
   }
 }
 
 void UnitSet::give_back(std::uint32_t first, std::uint32_t size, std::uint32_t n) noexcept {
   KVPOOL_DCHECK(n > 0);
-  for (std::uint32_t i = 0; i < n; ++i) {
-    BlockMeta& head = meta_[first + i * size];
-    KVPOOL_DCHECK(!head.is_free() && head.mark == size);
-    head.overwrite(0);
-    meta_[first + i * size + size - 1].overwrite(0);
+  std::uint64_t* const words = words_.get();
+  for (std::uint32_t unit = first; unit < first + n * size; unit += size) {
+    KVPOOL_DCHECK(is_taken(words[unit]) && UnitNodes::length_in(words[unit]) == size);
+    words[unit] = 0;
   }
   free_.insert(first, size * n);
   free_units_ += size * n;
 }
 
-void UnitSet::abandon(std::uint32_t first) noexcept {
-  KVPOOL_DCHECK(is_head(first) && !meta_[first].is_free());
-  meta_[first].tag = UnitExtent::kNobody;
+void UnitSet::take_pieces(std::uint32_t size, std::span<std::uint32_t> firsts, std::uint32_t owner) noexcept {
+  KVPOOL_DCHECK(owner < kNobodysOwner);
+  // Until all pieces are known, their words are those of units inside an extent.
+  for (std::size_t piece = free_.take_exact(size, firsts); piece < firsts.size();) {
+    const std::uint32_t head = free_.best_fit(size);
+    const std::size_t here = std::min<std::size_t>(free_.length(head) / size, firsts.size() - piece);
+    free_.remove_front(head, size * static_cast<std::uint32_t>(here));
+    for (std::size_t i = 0; i < here; ++i) firsts[piece++] = head + static_cast<std::uint32_t>(i) * size;
+  }
+  free_units_ -= size * static_cast<std::uint32_t>(firsts.size());
+  // Mostly they come in order. Pieces that lie one after another are read one after another.
+  if (!std::ranges::is_sorted(firsts)) std::ranges::sort(firsts);
+  const std::uint64_t word = extent_word(size, owner, firsts.front());
+  for (const std::uint32_t first : firsts) words_[first] = word;
 }
 
-void UnitSet::set_block(std::uint32_t first, std::uint32_t block) noexcept {
-  KVPOOL_DCHECK(is_head(first) && !meta_[first].is_free());
-  meta_[first].tag = std::uint64_t{block} << kBlockShift | static_cast<std::uint32_t>(meta_[first].tag);
+void UnitSet::give_back_pieces(std::uint32_t size, std::span<const std::uint32_t> firsts) noexcept {
+  for (const std::uint32_t first : firsts) {
+    KVPOOL_DCHECK(is_taken(words_[first]) && UnitNodes::length_in(words_[first]) == size);
+    words_[first] = 0;
+  }
+  free_.insert_each(size, firsts);
+  free_units_ += size * static_cast<std::uint32_t>(firsts.size());
+}
+
+void UnitSet::abandon(std::uint32_t first) noexcept {
+  KVPOOL_DCHECK(is_taken(words_[first]));
+  words_[first] |= kNobodysOwner << kOwnerShift;
 }
 
 UnitExtent UnitSet::at(std::uint32_t first) const noexcept {
   KVPOOL_DCHECK(is_head(first));
-  const BlockMeta& head = meta_[first];
-  if (head.is_free()) return {first, head.mark};
-  return {first, head.mark, static_cast<std::uint32_t>(head.tag), static_cast<std::uint32_t>(head.tag >> kBlockShift)};
+  const std::uint64_t word = words_[first];
+  if (!is_taken(word)) return {first, free_.length(first)};
+  const std::uint64_t owner = word >> kOwnerShift & kOwnerMask;
+  return {first, UnitNodes::length_in(word),
+          owner == kNobodysOwner ? UnitExtent::kNobody : static_cast<std::uint32_t>(owner),
+          static_cast<std::uint32_t>(word >> kBlockShift)};
 }
 
-// Only the ends of extents have marks or states. The last unit of a taken one has no mark, unless it is the first as
-// well. That of a free one has, and follows a free unit; the first one never does, since free runs are maximal.
 bool UnitSet::is_head(std::uint32_t unit) const noexcept {
-  const BlockMeta& meta = meta_[unit];
-  if (meta.mark == 0) return false;
-  return !meta.is_free() || unit == 0 || !meta_[unit - 1].is_free();
+  return (words_[unit] & (UnitNodes::kTaken | UnitNodes::kHead)) != 0;
 }
 
 std::uint32_t UnitSet::head_of(std::uint32_t unit) const noexcept {
@@ -90,7 +128,7 @@ std::uint32_t UnitSet::head_of(std::uint32_t unit) const noexcept {
 }
 
 void UnitSet::audit(const char* name) const {
-  free_.audit(name, taken_length);
+  free_.audit(name);
   std::uint32_t free = 0;
   for (std::uint32_t unit = 0; unit < units_;) {
     if (!is_head(unit)) units_failed(name, "no extent begins where one ends (Z5)", unit);
@@ -98,16 +136,7 @@ void UnitSet::audit(const char* name) const {
     if (extent.length == 0 || extent.length > units_ - unit) {
       units_failed(name, "an extent has a wrong length (Z6)", unit);
     }
-    if (extent.free()) {
-      free += extent.length;
-    } else if (meta_[extent.end() - 1].is_free()) {
-      units_failed(name, "the last unit of a block is free (Z6)", unit);
-    }
-    for (std::uint32_t inner = unit + 1; inner + 1 < extent.end(); ++inner) {
-      if (meta_[inner].word != 0 || meta_[inner].mark != 0 || meta_[inner].tag != 0) {
-        units_failed(name, "a unit within an extent has metadata of one (Z6)", inner);
-      }
-    }
+    if (extent.free()) free += extent.length;
     unit = extent.end();
   }
   if (free != free_units_) units_failed(name, "a wrong count of free units (Z5)", free);

@@ -8,18 +8,20 @@
 //   Z5  The extents cover every unit once. An extent is a maximal run of free units, or of the units of one block: all
 //   of
 //       them, or those of one of its pieces.
-//   Z6  A taken extent has its length, its owner and its block in the metadata of its first unit, and its last unit is
-//   not free,
-//       either; between them the metadata are zero. So taking and giving back costs by the block, and not by the unit.
+//   Z6  A taken extent has its length, its owner and its block in the word of its first unit; the words of its other
+//       units are zero. So taking and giving back costs by the block, and not by the unit.
 //   Z7  The free set holds the free runs (F1 to F4, free_set.h).
+//   Z8  8 bytes a unit, whatever the number of caches, and nothing else that grows with them.
 //
 // Thread-safety: none; callers hold the lock of the space. Nothing allocates after construction.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <span>
 
-#include "kvpool/blocks/block_meta.h"
 #include "kvpool/blocks/free_set.h"
 
 namespace kvpool {
@@ -40,6 +42,8 @@ struct UnitExtent {
 
 class UnitSet {
  public:
+  static constexpr std::uint32_t kOwnersMax = 31;  // caches
+
   // All units are free. Throws kOutOfMemory. REQUIRES: units <= kBlocksMax.
   explicit UnitSet(std::uint32_t units);
 
@@ -67,9 +71,13 @@ class UnitSet {
   }
   // Gives back n blocks of `size` units that lie one after another. REQUIRES: each is an extent; n > 0.
   void give_back(std::uint32_t first, std::uint32_t size, std::uint32_t n) noexcept;
-  // The extent is a piece of this block. REQUIRES: a taken extent begins there.
-  void set_block(std::uint32_t first, std::uint32_t block) noexcept;
-  // The extent is nobody's for ever. REQUIRES: as set_block().
+  // Takes a run of `size` units for each of `firsts`, and writes where they begin, in ascending order. They are the
+  // pieces of one block, whose number is the first of them. REQUIRES: fits(size, firsts.size()) == firsts.size(); the
+  // owner is a number of a cache.
+  void take_pieces(std::uint32_t size, std::span<std::uint32_t> firsts, std::uint32_t owner) noexcept;
+  // Gives back the extents of `size` units that begin there. REQUIRES: ascending.
+  void give_back_pieces(std::uint32_t size, std::span<const std::uint32_t> firsts) noexcept;
+  // The extent is nobody's for ever. REQUIRES: a taken extent begins there.
   void abandon(std::uint32_t first) noexcept;
 
   // The extent that begins at this unit. REQUIRES: one does.
@@ -81,15 +89,24 @@ class UnitSet {
 
   // Checks Z5 to Z7. Throws kAudit; `name` names the medium.
   void audit(const char* name) const;
+  std::uint64_t metadata_bytes() const noexcept {
+    return std::uint64_t{units_} * sizeof(std::uint64_t) + sizeof(*this);
+  }
 
  private:
+  struct FreeMemory {
+    void operator()(std::uint64_t* memory) const noexcept { std::free(memory); }
+  };
+  using Words = std::unique_ptr<std::uint64_t[], FreeMemory>;
+
+  static Words zeros(std::uint32_t units);
   void take_run(std::uint32_t first, std::uint32_t size, std::uint32_t n, std::uint32_t owner) noexcept;
 
-  MetaArray meta_;
+  Words words_;
   std::uint32_t units_;
   std::uint32_t free_units_;
-  FreeSet::BinRuns bin_runs_{};
-  FreeSet free_;
+  UnitFreeSet::BinRuns bin_runs_{};
+  UnitFreeSet free_;
 };
 
 }  // namespace kvpool

@@ -8,6 +8,7 @@
 #include "kvpool/base/check.h"
 #include "kvpool/base/digest.h"
 #include "kvpool/base/error.h"
+#include "kvpool/base/strips.h"
 #include "kvpool/index/key_pins.h"
 #include "kvpool/peers/gpu_staging_buffer.h"
 #include "kvpool/pool/keyed_cache.h"
@@ -22,9 +23,12 @@ struct ReceivedNews final : News {
 
 MediumSpan span_of(const Arena& arena) { return {arena.blocks(), arena.segments()}; }
 
-MediaSpans spans_of(const MediumMap<std::shared_ptr<Arena>>& arenas) {
+MediaSpans spans_of(const MediumMap<std::shared_ptr<Arena>>& arenas, const Pool& pool) {
   MediaSpans spans;
-  for (const Medium medium : kMedia) spans[medium] = span_of(*arenas[medium]);
+  for (const Medium medium : kMedia) {
+    spans[medium] = span_of(*arenas[medium]);
+    spans[medium].places = pool.places()[medium];
+  }
   return spans;
 }
 
@@ -59,7 +63,7 @@ PeerBlocks::PeerBlocks(Pool& pool, ReceivedQueue& received)
     : pool_(pool),
       received_(received),
       arenas_(std::make_shared<const Arenas>(pool.arenas())),
-      spans_(spans_of(*arenas_)),
+      spans_(spans_of(*arenas_, pool)),
       on_gpu_(gpu_media_of(*arenas_)),
       in_file_(files_of(*arenas_)) {
   const auto& context = (*arenas_)[on_gpu_[Medium::kHbm] ? Medium::kHbm : Medium::kDram]->context();
@@ -287,6 +291,13 @@ std::uint32_t PeerBlocks::checksum(std::span<const Address> addresses) {
   std::shared_ptr<PinnedBuffer> buffer;
   for (const Address address : addresses) {
     const std::size_t medium = medium_bits_of(address) - 1;
+    if (spans_[medium].places != nullptr) {
+      const ContentRange whole{0, spans_[medium].block_bytes()};
+      std::vector<iovec> pieces;
+      ContentPlan(spans_, {&whole, 1}).emit({&address, 1}, true, pieces);
+      for (const iovec& piece : pieces) crc = crc32c(crc, static_cast<const std::byte*>(piece.iov_base), piece.iov_len);
+      continue;
+    }
     for (const Segment& segment : spans_[medium].segments) {
       std::byte* at = segment.base + block_of(address) * segment.stride;
       if (!on_gpu_[medium]) {

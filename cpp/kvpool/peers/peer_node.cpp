@@ -63,7 +63,6 @@ Service& PeerNode::prepare_service(const ServiceOptions& options) {
   const std::lock_guard lock(mutex_);
   pool_->guard();
   if (closing_) throw Error(ErrorCode::kClosed, "the pool is closed");
-  pool_->check_whole("exchanging blocks with peers");
   if (service_ != nullptr) throw Error(ErrorCode::kState, "the pool listens or is connected already");
   service_ = std::make_unique<Service>(*pool_, *attender_, options, make_ranks_);
   return *service_;

@@ -39,7 +39,7 @@ bool is_fatal(const Error& error) noexcept {
 RouteMaker::RouteMaker(const ServiceOptions& options, LocalMemory memory, std::uint64_t incarnation, Executor& executor,
                        RouteRun run, std::span<const TransportKind> kinds)
     : incarnation_(incarnation), copiers_(executor, options.worker_threads), memory_(std::move(memory)) {
-  const std::vector<TransportKind> chosen = transports_named(kinds, options.routes);
+  const std::vector<TransportKind> chosen = transports_named(kinds, options.routes, memory_.in_pieces());
   const bool elsewhere =
       std::ranges::all_of(memory_.arenas, [](const auto& arena) { return arena->segments().empty(); });
   if (elsewhere) {

@@ -64,7 +64,7 @@ Service::Service(Pool& pool, Attender& attender, const ServiceOptions& options, 
               options.viewed_max,     options.measure_routes, options.measure_ns},
       received_(options.received_max),
       blocks_(pool, received_),
-      routes_(options, LocalMemory{pool.layout(), pool.arenas()}, incarnation_, pool.executor(),
+      routes_(options, LocalMemory{pool.layout(), pool.arenas(), nullptr, pool.places()}, incarnation_, pool.executor(),
               [this](const void* key, std::function<void()> work) {
                 receives_.run(key, Priority::kDecode, std::move(work));
               }),

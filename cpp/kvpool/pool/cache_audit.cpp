@@ -23,7 +23,9 @@ PoolStats PromptCache::stats() const noexcept {
     counts.by_state[static_cast<std::size_t>(BlockState::kFree)] -= counts.displaced;
     counts.evictable = static_cast<std::uint32_t>(evictable(medium));
     counts.free_runs = blocks_.free_runs(medium);
-    stats.metadata_bytes += blocks.metadata_bytes() + blocks_.pieces(medium).metadata_bytes();
+    // The counters of readers as if there were any: a call that is refused may begin to count.
+    stats.metadata_bytes +=
+        blocks.metadata_bytes() + blocks_.pieces(medium).metadata_bytes() + ReaderCounts::bytes_for(blocks.slots());
   }
   for (int value_class = 0; value_class < kValueClassCount; ++value_class) {
     stats.index_blocks += index_.pages(static_cast<ValueClass>(value_class));

@@ -66,8 +66,8 @@ struct SpaceShare {
   MediumMap<std::shared_ptr<Arena>> arenas;  // with as many blocks as fit into the units of each medium
   // For a space with quotas: makes room among its pools. Null: no pool takes from another.
   std::shared_ptr<SpaceReclaimer> reclaimer = nullptr;
-  // Into how many pieces of whole units a block may be cut that finds no run. More than 1: only copies within the pool
-  // can read its blocks, and others are refused (check_whole).
+  // Into how many pieces of whole units a block may be cut that finds no run. More than 1: only copies, within the pool
+  // and to peers, can read its blocks, and others are refused (check_whole).
   std::uint32_t pieces = 1;
 };
 
@@ -113,6 +113,8 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool> {
   // The first units of the pieces of these blocks: piece p of block i at out[p * n + i]. Returns how many pieces a
   // block has; with one, a block's number. Throws as CacheBlocks::check. `out` has room for all.
   std::uint32_t pieces() const noexcept;
+  // For code that copies blocks, also when the pool is closed; null where no block is cut.
+  MediumMap<std::shared_ptr<const BlockPlaces>> places() const noexcept;
   void block_table(const Address* addresses, std::size_t n, std::int32_t* out) const;
 
   bool zeroes_on_alloc() const noexcept;

@@ -88,6 +88,12 @@ void Pool::check_unshared(const char* what) const {
 
 std::uint32_t Pool::pieces() const noexcept { return blocks_->pieces_count(); }
 
+MediumMap<std::shared_ptr<const BlockPlaces>> Pool::places() const noexcept {
+  MediumMap<std::shared_ptr<const BlockPlaces>> places{};
+  for (const Medium medium : kMedia) places[medium] = blocks_->places(medium);
+  return places;
+}
+
 void Pool::block_table(const Address* addresses, std::size_t n, std::int32_t* out) const {
   guard();
   const SpaceLock lock = blocks_->lock();

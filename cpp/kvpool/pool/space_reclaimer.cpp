@@ -376,11 +376,16 @@ void SpaceReclaimer::throw_fragmented(const CacheBlocks& starved, Medium medium,
   const std::size_t usable = starved.takeable(n, medium);
   std::uint32_t evictable = 0;
   for (const QuotaModel& model : tier.models) evictable += model.historical;
+  std::string lies = "a block lies in one run of units";
+  if (starved.pieces_count() > 1) {
+    lies += " or in " + std::to_string(starved.pieces_count()) + " pieces, each in one run of " +
+            std::to_string(starved.run_units()) + " units";
+  }
   throw Error(ErrorCode::kOutOfBlocks,
               std::to_string(n) + " blocks of " + std::to_string(starved.block_units()) + " units of " +
                   medium_name(medium) + " asked for: " + std::to_string(tier.free()) + " units are free and " +
-                  std::to_string(evictable) + " can be evicted, but a block lies in one run of units, and only " +
-                  std::to_string(usable) + " find one; the largest free run is " + std::to_string(largest) + " units",
+                  std::to_string(evictable) + " can be evicted, but " + lies + ", and only " + std::to_string(usable) +
+                  " find a place; the largest free run is " + std::to_string(largest) + " units",
               {{"requested", static_cast<std::int64_t>(n)},
                {"free", static_cast<std::int64_t>(usable)},
                {"active", its.active / starved.block_units()},

@@ -24,7 +24,7 @@ bool has_blocks(const MediaSpans& spans) noexcept {
 
 MediaSpans LocalMemory::spans() const {
   MediaSpans spans;
-  for (std::size_t i = 0; i < spans.size(); ++i) spans[i] = {arenas[i]->blocks(), arenas[i]->segments()};
+  for (std::size_t i = 0; i < spans.size(); ++i) spans[i] = {arenas[i]->blocks(), arenas[i]->segments(), places[i]};
   return spans;
 }
 
@@ -42,6 +42,10 @@ MediaSpans LocalMemory::gpu_spans(const CudaContext& gpu) const {
     if (!reaches(gpu, *arenas[i])) spans[i] = {};
   }
   return spans;
+}
+
+bool LocalMemory::in_pieces() const noexcept {
+  return std::ranges::any_of(places, [](const auto& of_medium) { return of_medium != nullptr; });
 }
 
 MediaSet LocalMemory::on_gpu() const noexcept {

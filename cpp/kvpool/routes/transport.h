@@ -97,6 +97,8 @@ struct TransportKind {
   bool by_default;
   // Throws why it is not available.
   std::unique_ptr<Transport> (*make)(const TransportSetup& setup);
+  // Whether it finds the pieces of blocks that are cut, on both sides: a peer in another process would have to be told.
+  bool finds_pieces = false;
 };
 
 }  // namespace kvpool

@@ -17,10 +17,13 @@ namespace {
 
 // Not by default: cma lets peers write anywhere in the process, ucx and nccl take long to start.
 constexpr std::array kTransports = {
-    TransportKind{"loopback", true, make_loopback_transport}, TransportKind{"shm", true, make_shm_transport},
-    TransportKind{"cuda_ipc", true, make_cuda_ipc_transport}, TransportKind{"cma", false, make_cma_transport},
-    TransportKind{"ucx", false, make_ucx_transport},          TransportKind{"nccl", false, make_nccl_transport},
-    TransportKind{"sock", true, make_sock_transport},
+    TransportKind{"loopback", true, make_loopback_transport, true},
+    TransportKind{"shm", true, make_shm_transport},
+    TransportKind{"cuda_ipc", true, make_cuda_ipc_transport},
+    TransportKind{"cma", false, make_cma_transport},
+    TransportKind{"ucx", false, make_ucx_transport},
+    TransportKind{"nccl", false, make_nccl_transport},
+    TransportKind{"sock", true, make_sock_transport, true},
 };
 
 }  // namespace
@@ -34,11 +37,13 @@ std::unique_ptr<Route> make_reader(std::shared_ptr<const MediaSpans> from, const
                              team);
 }
 
-std::vector<TransportKind> transports_named(std::span<const TransportKind> kinds,
-                                            const std::vector<std::string>& names) {
+std::vector<TransportKind> transports_named(std::span<const TransportKind> kinds, const std::vector<std::string>& names,
+                                            bool in_pieces) {
   std::vector<TransportKind> chosen;
   if (names.empty()) {
-    std::ranges::copy_if(kinds, std::back_inserter(chosen), &TransportKind::by_default);
+    std::ranges::copy_if(kinds, std::back_inserter(chosen), [&](const TransportKind& kind) {
+      return kind.by_default && (kind.finds_pieces || !in_pieces);
+    });
     return chosen;
   }
   for (const std::string& name : names) {
@@ -47,6 +52,11 @@ std::vector<TransportKind> transports_named(std::span<const TransportKind> kinds
       std::string known;
       for (const TransportKind& other : kinds) known += (known.empty() ? "" : ", ") + std::string(other.name);
       throw Error(ErrorCode::kArgument, "there is no route '" + name + "'; routes are " + known);
+    }
+    if (in_pieces && !kind->finds_pieces) {
+      throw Error(ErrorCode::kUnsupported, "the route '" + name +
+                                               "' needs blocks in one piece, and those of this pool may lie in "
+                                               "several: name others, or load the model with pieces=\"whole\"");
     }
     chosen.push_back(*kind);
   }

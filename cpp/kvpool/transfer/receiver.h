@@ -40,6 +40,8 @@
 
 namespace kvpool {
 
+struct DataBody;
+
 struct ReceiverCounts {
   std::uint32_t lent = 0;
   std::uint32_t reserved = 0;
@@ -208,6 +210,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
   void finish_reserve(ServedCall& call, std::optional<Reservation> reservation, std::optional<Error> error);
   bool may_place(std::uint64_t id, const std::vector<Address>& blocks, IncomingMap::iterator entry);
   Placement admit(std::uint64_t id, Placement placement, std::vector<Address>&& blocks, std::uint64_t payload_bytes);
+  Placement admit_cut(std::uint64_t id, DataBody&& data, std::uint64_t payload_bytes);
   void end_placing(std::uint64_t token, bool intact);
   ArrivedContent* content_to_lent(std::uint64_t id);
   void forget_content(std::uint64_t id) noexcept;

@@ -3,6 +3,7 @@
 #include <string>
 #include <utility>
 
+#include "kvpool/base/strips.h"
 #include "kvpool/net/data_body.h"
 #include "kvpool/transfer/receiver.h"
 #include "kvpool/transfer/transfer_id.h"
@@ -11,6 +12,21 @@ namespace kvpool {
 namespace {
 
 constexpr std::size_t kLateMax = 4096;
+
+bool is_cut(const MediaSpans& spans, std::span<const Address> blocks) {
+  return std::ranges::any_of(blocks, [&](Address block) { return spans[medium_of(block)].places != nullptr; });
+}
+
+// At least as many pieces as this data has here.
+std::size_t pieces_at_most(const DataBody& data, const MediaSpans& spans) {
+  std::size_t pieces = 0;
+  for (const Address block : data.blocks) {
+    const MediumSpan& span = spans[medium_of(block)];
+    const std::size_t length = span.places == nullptr ? 1 : span.block_bytes() / span.places->pieces();
+    for (const ContentRange& range : data.ranges) pieces += static_cast<std::size_t>(range.bytes / length) + 2;
+  }
+  return pieces;
+}
 
 }  // namespace
 
@@ -41,6 +57,7 @@ bool Receiver::may_place(std::uint64_t id, const std::vector<Address>& blocks, I
 Placement Receiver::on_data(std::uint64_t id, std::span<const std::byte> body, std::uint64_t payload_bytes) {
   const MediaSpans& spans = host_.blocks().spans();
   DataBody data = read_data_body(body, payload_bytes, spans);  // throws kProtocol
+  if (is_cut(spans, data.blocks)) return admit_cut(id, std::move(data), payload_bytes);
   Placement placement;
   placement.pieces = data_placement(data, spans);
   std::unique_ptr<StagingBuffer> staging_buffer =
@@ -54,8 +71,24 @@ Placement Receiver::on_data(std::uint64_t id, std::span<const std::byte> body, s
 Placement Receiver::on_pass(std::uint64_t id, std::span<const std::byte> body, std::uint64_t payload_bytes) {
   const MediaSpans& spans = host_.blocks().spans();
   DataBody data = read_data_body(body, payload_bytes, spans);  // throws kProtocol
+  if (is_cut(spans, data.blocks)) return admit_cut(id, std::move(data), payload_bytes);
   Placement placement{data_placement(data, spans)};
   return admit(id, std::move(placement), std::move(data.blocks), payload_bytes);
+}
+
+// The same for blocks that may be cut. Where their pieces lie may only be asked once it is known that they stay, and
+// then nothing may fail any more.
+Placement Receiver::admit_cut(std::uint64_t id, DataBody&& data, std::uint64_t payload_bytes) {
+  const MediaSpans& spans = host_.blocks().spans();
+  std::vector<iovec> pieces;
+  pieces.reserve(pieces_at_most(data, spans));
+  std::vector<Address> blocks = data.blocks;
+  Placement placement{{iovec{nullptr, static_cast<std::size_t>(payload_bytes)}}};
+  placement = admit(id, std::move(placement), std::move(blocks), payload_bytes);
+  if (placement.pieces.empty()) return placement;
+  ContentPlan(spans, data.ranges).emit(data.blocks, true, pieces);
+  placement.pieces = std::move(pieces);
+  return placement;
 }
 
 // Marks the transfer as being placed. An empty placement: the content is not wanted (any more).

@@ -89,8 +89,8 @@ class PoolStats:
         index_blocks: Blocks in the index.
         index_bytes: Memory of the index.
         namespaces: Namespaces with cached prompts, and the default one.
-        metadata_bytes: Memory of the allocator; of a model of a space, without what all of its models share. Without
-            the counters of readers: 2 bytes a block, once any is read.
+        metadata_bytes: Memory of the allocator, with 2 bytes a block for the counters of its readers, which take
+            memory only once a block is read. Of a model of a space, without what all of its models share.
         device_bytes: GPU memory that the pool has allocated: its blocks, rounded up to the driver's granularity; 0 for
             adopted memory and without a GPU. With kernels also memory for the descriptions of long copies.
         kernel_piece_bytes: Up to this mean length of pieces kernels copy, above it the copy engines: out of the pool's

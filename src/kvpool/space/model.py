@@ -25,7 +25,8 @@ class ModelPool(Pool):
     """A pool whose blocks are made of the units of a space.
 
     With ``pieces="layer"`` a block may lie in as many pieces as it has layers. Then `tensor` raises Unsupported, and so
-    do peers, clusters, attention and keyed caches: what reads such blocks takes `pages` and `block_table`.
+    do attention, keyed caches, and routes to peers other than "loopback" and "sock": what reads such blocks takes
+    `pages` and `block_table`.
     """
 
     def __init__(

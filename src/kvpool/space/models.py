@@ -9,7 +9,7 @@ from kvpool import _core
 from kvpool.arguments import int_from, shown
 from kvpool.config import Settings
 from kvpool.errors import ArgumentError, LayoutMismatch, StateError
-from kvpool.policy.quotas import Adaptation, QuotaRule
+from kvpool.policy.quotas import Adaptation, QuotaRule, demand
 from kvpool.space.model import Model, ModelPool, check_name
 from kvpool.space.quotas import Targets
 from kvpool.space.records import ModelQuota, tier_quota
@@ -156,8 +156,14 @@ class Models:
         model.rules = rules
         self.follow()
 
-    def adapt(self, backlog: Mapping[str, int], elapsed_s: float | None, settings: Adaptation | None) -> None:
-        """Documented in Space. `backlog`: in blocks."""
+    def adapt(
+        self,
+        backlog: Mapping[str, int],
+        demands: Mapping[str, float] | None,
+        elapsed_s: float | None,
+        settings: Adaptation | None,
+    ) -> None:
+        """Documented in Space. `backlog`, `demands`: in blocks."""
         waiting = {}
         (in_hbm, _), _ = self._core._tiers()
         for name, blocks in backlog.items():
@@ -166,7 +172,13 @@ class Models:
             if not model.has_quotas or number < 0:
                 raise ArgumentError(f"the backlog of {name!r} is {shown(blocks)} blocks, or it is unloaded")
             waiting[name] = min(number * model.block_units, in_hbm)
-        self._targets.follow(self._by_name, waiting, elapsed_s, settings)
+        needed: dict[str, float] | None = None if demands is None else {}
+        for name, rate in (demands or {}).items():
+            model = self.find(name)
+            if needed is None or not model.has_quotas:
+                raise ArgumentError(f"{name!r} is unloaded, and has no demand")
+            needed[name] = demand(rate, 1, model.block_units)
+        self._targets.follow(self._by_name, waiting, elapsed_s, settings, needed)
 
     def follow(self) -> None:
         """Lets the quotas follow models that have come or gone, and changed rules."""

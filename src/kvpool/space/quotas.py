@@ -41,8 +41,9 @@ class Targets:
         backlog: Mapping[str, int],
         elapsed_s: float | None,
         settings: Adaptation | None,
+        demands: Mapping[str, float] | None = None,
     ) -> None:
-        """Adapts to what the models use now, and to their backlogs, in units. Sets all quotas at once."""
+        """Adapts to what the models use now, and to their backlogs and demands, in units. Sets all quotas at once."""
         now = time.monotonic()
         elapsed = now - self._seen_at if elapsed_s is None else elapsed_s
         loaded = {name: model for name, model in models.items() if model.has_quotas}
@@ -57,7 +58,7 @@ class Targets:
             if not loaded or capacity < 1:
                 found[tier] = Quotas({}, max(capacity, _EMPTY), rules)
             else:
-                found[tier] = adapt(last, capacity, rules, seen, elapsed, settings)
+                found[tier] = adapt(last, capacity, rules, seen, elapsed, settings, demands)
         self._quotas = found
         self._seen_at = now
         self._core._set_quotas(

@@ -94,6 +94,8 @@ class SpaceStats:
         activations: Bytes of HBM that the space leaves to the engines.
         hbm: The device tier.
         dram: The host tier.
+        metadata_bytes: Memory of the allocator, for the units and for the blocks of all models: those of `models`, and
+            what they share.
         models: The statistics of each model's pool, by name. Their counts are blocks: `free` are those that have a
             place now, before anything is evicted.
     """
@@ -102,4 +104,5 @@ class SpaceStats:
     activations: int
     hbm: SpaceTier
     dram: SpaceTier
+    metadata_bytes: int
     models: Mapping[str, PoolStats]

@@ -54,8 +54,9 @@ class Space:
         dram: Bytes of the host tier.
         unit: Bytes of a unit, a power of two from 4 to 64 KiB; a tier has at most 2^24 of them. "auto": the largest
             that leaves at most 1 % of a block empty for each of `layouts`, or 4 KiB; larger where a tier has too many.
-            It looks at whole blocks: for ``pieces="layer"`` give a unit of which layers are multiples.
         layouts: Of the models that will be loaded, for ``unit="auto"``.
+        pieces: How they will be loaded, for ``unit="auto"``: with "layer", the layers of all `layouts` that have layers
+            are multiples of the unit, where 4 KiB divide them and a tier has not too many.
         device: "cpu". GPUs are not supported yet.
         activations: Bytes of `hbm` that are left to the engines, for activations. The space does not allocate them.
         models_max: How many models, at most 16, the space has at a time. Unloaded ones count until their Pool objects
@@ -75,6 +76,7 @@ class Space:
         *,
         unit: int | str = "auto",
         layouts: Sequence[KVLayout | RawLayout] = (),
+        pieces: Pieces = "whole",
         device: str = "cpu",
         activations: int | str = 0,
         models_max: int = _MODELS_MAX,
@@ -89,7 +91,7 @@ class Space:
         if not 2 <= int_from(models_max, "models_max") <= _MODELS_MAX:
             raise ArgumentError(f"models_max is {shown(models_max)}; it must be from 2 to {_MODELS_MAX}")
         in_hbm, in_dram = bytes_from(hbm, "hbm"), bytes_from(dram, "dram")
-        self.unit_bytes: int = unit_from(unit, layouts, max(in_hbm, in_dram))
+        self.unit_bytes: int = unit_from(unit, layouts, max(in_hbm, in_dram), pieces)
         self.activations: int = bytes_from(activations, "activations")
         if self.activations > in_hbm:
             raise ArgumentError(f"activations are {self.activations} bytes, and hbm has {in_hbm}")
@@ -146,7 +148,8 @@ class Space:
             allow_waste: Accept a layout whose blocks leave more than 5 % of their units empty.
             pieces: "whole": a block lies in one run of units. "layer": a block that finds no run takes one for each of
                 its layers, so that nearly all of the memory can be used. Its kernels read by `block_table` and `pages`;
-                such a pool has no `tensor`, peers, attention or keyed caches. A layer must be whole units.
+                such a pool has no `tensor`, attention or keyed caches, and exchanges blocks with peers by the routes
+                "loopback" and "sock" alone. A layer must be whole units.
             **settings: Fields of kvpool.Settings for this pool, above those of the space. Those of a kept pool stay.
 
         Returns:
@@ -257,6 +260,7 @@ class Space:
         self,
         backlog: Mapping[str, int] | None = None,
         *,
+        demands: Mapping[str, float] | None = None,
         elapsed_s: float | None = None,
         settings: Adaptation | None = None,
     ) -> None:
@@ -269,11 +273,15 @@ class Space:
         Args:
             backlog: By name of model, how many HBM blocks its waiting requests ask for. More than the capacity counts
                 as the capacity.
+            demands: By name of model, what its requests need by their rate, in blocks: policy.quotas.demand with 1 /
+                block_tokens units a token. Models that all need more than there is then share it in proportion to
+                weight * demand, in both tiers (MuxServe §3.3); one that is not named shares as if it needed nothing.
+                None: in proportion to what they need.
             elapsed_s: Seconds since the last call; None: by the clock.
             settings: Half-life and hysteresis.
 
         Raises:
-            ArgumentError: A name is unknown or unloaded, or a number negative.
+            ArgumentError: A name is unknown or unloaded, or a number negative or not finite.
             ArgumentTypeError, ClosedError: As everywhere.
         """
         if elapsed_s is not None:
@@ -282,8 +290,10 @@ class Space:
             raise ArgumentTypeError(f"settings must be an Adaptation, not {type(settings).__name__}")
         if backlog is not None and not isinstance(backlog, Mapping):
             raise ArgumentTypeError(f"backlog must be a mapping, not {type(backlog).__name__}")
+        if demands is not None and not isinstance(demands, Mapping):
+            raise ArgumentTypeError(f"demands must be a mapping, not {type(demands).__name__}")
         with self._opened():
-            self._models.adapt(backlog or {}, elapsed_s, settings)
+            self._models.adapt(backlog or {}, demands, elapsed_s, settings)
 
     def quotas(self) -> dict[str, ModelQuota]:
         """What each model may have and has, at one moment, those whose cache is kept among them."""
@@ -295,12 +305,14 @@ class Space:
     def stats(self) -> SpaceStats:
         """The memory, and every model's pool."""
         with self._opened():
+            models = {name: pool.stats() for name, pool in self._models.pools()}
             return SpaceStats(
                 self.unit_bytes,
                 self.activations,
                 self._tier(HBM),
                 self._tier(DRAM),
-                {name: pool.stats() for name, pool in self._models.pools()},
+                self._core._metadata_bytes() + sum(each.metadata_bytes for each in models.values()),
+                models,
             )
 
     def _tier(self, medium: int) -> SpaceTier:

@@ -70,31 +70,37 @@ def padding(layout: KVLayout | RawLayout, unit: int) -> float:
     return 1 - layout.block_bytes / (units_of(layout, unit) * unit)
 
 
-def unit_for(layouts: Sequence[KVLayout | RawLayout], size: int) -> int:
+def unit_for(layouts: Sequence[KVLayout | RawLayout], size: int, pieces: Pieces = "whole") -> int:
     """The largest unit that wastes at most 1 % of every layout's blocks; the smallest there is if none does.
 
-    It is larger if the largest tier, of `size` bytes, would have too many units.
+    With pieces="layer" a layer is whole units, too, where there are layers. It is larger if the largest tier, of `size`
+    bytes, would have too many units.
     """
     unit = UNIT_MAX if layouts else UNIT_MIN
-    while unit > UNIT_MIN and any(padding(layout, unit) > _WASTE_WANTED for layout in layouts):
+    layered = [layout for layout in layouts if isinstance(layout, KVLayout)] if pieces == "layer" else []
+    while unit > UNIT_MIN and (
+        any(padding(layout, unit) > _WASTE_WANTED for layout in layouts)
+        or any(layout.block_bytes % (layout.layers * unit) for layout in layered)
+    ):
         unit //= 2
     while unit < UNIT_MAX and size // unit > UNITS_MAX:
         unit *= 2
     return unit
 
 
-def unit_from(value: object, layouts: Sequence[KVLayout | RawLayout], size: int) -> int:
-    """The unit that was asked for, "auto" or bytes; `size`: bytes of the largest tier.
+def unit_from(value: object, layouts: Sequence[KVLayout | RawLayout], size: int, pieces: Pieces = "whole") -> int:
+    """The unit that was asked for, "auto" or bytes; `size`: bytes of the largest tier; `pieces`: as for unit_for.
 
     Raises:
-        ArgumentError: It is no power of two from 4 to 64 KiB.
+        ArgumentError: It is no power of two from 4 to 64 KiB, or `pieces` is another word.
         ArgumentTypeError: It is neither an int nor a str, or `layouts` has something else than layouts.
     """
     for layout in layouts:
         if not isinstance(layout, KVLayout | RawLayout):
             raise ArgumentTypeError(f"layouts must be KVLayouts or RawLayouts, not {type(layout).__name__}")
+    _check_pieces(pieces)
     if value == "auto":
-        return unit_for(layouts, size)
+        return unit_for(layouts, size, pieces)
     unit = bytes_from(value, "unit")
     if not UNIT_MIN <= unit <= UNIT_MAX or unit & (unit - 1):
         raise ArgumentError(f"unit is {unit} bytes; it must be a power of two from {UNIT_MIN} to {UNIT_MAX}")
@@ -107,8 +113,7 @@ def pieces_of(layout: KVLayout | RawLayout, unit: int, pieces: Pieces) -> int:
     Raises:
         ArgumentError: `pieces` is another word, the layout has no layers, or a layer is no whole number of units.
     """
-    if pieces not in ("whole", "layer"):
-        raise ArgumentError(f"pieces is {shown(pieces)}; it must be 'whole' or 'layer'")
+    _check_pieces(pieces)
     if pieces == "whole":
         return 1
     if isinstance(layout, RawLayout):
@@ -120,3 +125,8 @@ def pieces_of(layout: KVLayout | RawLayout, unit: int, pieces: Pieces) -> int:
             "smaller, or use pieces='whole'"
         )
     return layout.layers
+
+
+def _check_pieces(pieces: object) -> None:
+    if pieces not in ("whole", "layer"):
+        raise ArgumentError(f"pieces is {shown(pieces)}; it must be 'whole' or 'layer'")

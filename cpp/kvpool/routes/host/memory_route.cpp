@@ -1,5 +1,6 @@
 #include "kvpool/routes/host/memory_route.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "kvpool/net/reactor.h"
@@ -27,6 +28,8 @@ class MemoryRoute final : public HostRoute {
  public:
   MemoryRoute(const char* name, MediaSpans local, MediaSpans peer, std::shared_ptr<void> keepalive, CopyTeam& team)
       : HostRoute(std::move(local), std::move(peer), std::move(keepalive), team, kMemoryPrior), name_(name) {
+    // Who reads by himself looks for a block by its number.
+    if (std::ranges::any_of(peer_, [](const MediumSpan& span) { return span.places != nullptr; })) return;
     using Kept = std::pair<std::shared_ptr<void>, MediaSpans>;
     const auto kept = std::make_shared<Kept>(keepalive_, peer_);
     readable_ = std::shared_ptr<const MediaSpans>(kept, &kept->second);
