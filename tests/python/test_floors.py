@@ -22,6 +22,7 @@ CPP_FLOORS: dict[str, set[str]] = {
     "attend_gpu": {"base", "cuda", "attention"},
     "net": {"base"},
     "exec": {"base"},
+    "disk": {"base", "exec"},
     "blocks": {"base", "cuda", "arena"},
     "routes": {"base", "cuda", "arena", "net", "blocks"},
     "transfer": {"base", "cuda", "blocks", "exec", "net", "routes"},
