@@ -155,8 +155,9 @@ struct DiskCounters {
   std::uint64_t entries = 0;  // now
 };
 
-// Called once, when the batch has ended, in a thread of the store or in that of cancel(), write(), read() or erase();
-// no lock is held. It must be short, must not throw, and must not destroy the store.
+// Called once, when the batch has ended and before its completion is done, in a thread of the store or in that of
+// cancel(), write(), read() or erase(); no lock is held. It must be short, must not throw, and must not destroy the
+// store.
 using DiskEnd = std::function<void(DiskBatch&)>;
 
 // Operations that were given together. Ends when each of them has ended, by its deadline at the latest.
@@ -224,9 +225,10 @@ class DiskStore {
   std::uint64_t slot_bytes() const noexcept;
 
  private:
-  explicit DiskStore(std::shared_ptr<DiskRuntime> runtime) noexcept;
+  DiskStore(std::shared_ptr<DiskRuntime> runtime, std::int64_t hang_ns) noexcept;
 
   std::shared_ptr<DiskRuntime> runtime_;
+  std::int64_t hang_ns_;
   std::uint32_t fork_generation_;
 };
 
