@@ -182,16 +182,25 @@ TEST_CASE("a forked child cannot use a store on disk, and does not harm it") {
   const TemporaryFolder folder;
   const DiskOptions options = disk_options(folder / "store", 2, kBlock);
   auto store = DiskStore::open(options);
+  int go_on[2];
+  REQUIRE(pipe(go_on) == 0);
   const pid_t child = fork();
   if (child == 0) {
     const auto code = code_of([&] { store->erase({}, soon_ns()); });
     store.reset();
+    close(go_on[1]);
+    char ignored = 0;
+    static_cast<void>(!read(go_on[0], &ignored, 1));
     _exit(code == ErrorCode::kFork ? 0 : 1);
   }
+  CHECK(put(*store, 1, 1) == DiskStatus::kOk);
+  store.reset();
+  CHECK(get(*DiskStore::open(options), 1, 1) == DiskStatus::kOk);  // the child, which lives, does not keep the lock
+  close(go_on[0]);
+  close(go_on[1]);
   int ended = 0;
   REQUIRE(waitpid(child, &ended, 0) == child);
   CHECK(ended == 0);
-  CHECK(put(*store, 1, 1) == DiskStatus::kOk);
 }
 
 TEST_CASE("a store on disk that was made for something else is refused, by what differs") {

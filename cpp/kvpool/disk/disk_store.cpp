@@ -198,8 +198,15 @@ DiskTicket DiskStore::erase(std::vector<DiskErase> erases, std::int64_t deadline
   return with_memory([&] { return runtime_->core->erase(erases, deadline_ns, std::move(on_end)); });
 }
 
-DiskHealth DiskStore::state() const { return runtime_->core->health(); }
-DiskCounters DiskStore::counters() const noexcept { return runtime_->core->counters(); }
+DiskHealth DiskStore::state() const {
+  require_no_fork(fork_generation_);
+  return runtime_->core->health();
+}
+
+DiskCounters DiskStore::counters() const noexcept {
+  return fork_generation() == fork_generation_ ? runtime_->core->counters() : DiskCounters();
+}
+
 const char* DiskStore::engine_name() const noexcept { return runtime_->core->engine().name(); }
 bool DiskStore::direct() const noexcept { return runtime_->core->file().direct(); }
 std::uint64_t DiskStore::slot_bytes() const noexcept { return runtime_->core->shape().slot_bytes; }

@@ -218,8 +218,8 @@ class DiskStore {
   // after a crash.
   DiskTicket erase(std::vector<DiskErase> erases, std::int64_t deadline_ns, DiskEnd on_end = {});
 
-  DiskHealth state() const;
-  DiskCounters counters() const noexcept;
+  DiskHealth state() const;                  // throws kFork
+  DiskCounters counters() const noexcept;    // all 0 in a forked child
   const char* engine_name() const noexcept;  // "io_uring" or "threads"
   bool direct() const noexcept;              // O_DIRECT; false: the file system refused it
   std::uint64_t slot_bytes() const noexcept;

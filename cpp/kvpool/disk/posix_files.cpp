@@ -32,6 +32,14 @@ class Descriptor {
   int fd_;
 };
 
+// Returns 0 or an errno.
+int set_lock(int fd, short type) noexcept {
+  struct flock whole{};
+  whole.l_type = type;
+  whole.l_whence = SEEK_SET;
+  return fcntl(fd, F_OFD_SETLK, &whole) < 0 ? errno : 0;
+}
+
 // From the result of a call that sets errno.
 int code_of_call(long result) noexcept { return result < 0 ? errno : 0; }
 
@@ -69,6 +77,10 @@ class PosixFile final : public DiskFile {
 class PosixDirectory final : public DiskDirectory {
  public:
   explicit PosixDirectory(Descriptor fd) noexcept : fd_(std::move(fd)) {}
+  // A forked child has the descriptor, too, so closing it here would not be enough.
+  ~PosixDirectory() override {
+    if (lock_.fd() >= 0) static_cast<void>(set_lock(lock_.fd(), F_UNLCK));
+  }
 
   int open(const std::string& name, DiskOpen how, std::unique_ptr<DiskFile>& file) override {
     int flags = O_RDWR | O_CLOEXEC | O_NOFOLLOW;
@@ -108,15 +120,11 @@ class PosixDirectory final : public DiskDirectory {
     std::sort(names.begin(), names.end());
     return error;
   }
-  // Of the open file, not of the process: two stores of one process refuse each other, and a lock outlives no fork's
-  // parent.
+  // Of the open file, not of the process: two stores of one process refuse each other.
   int lock(const std::string& name) override {
     Descriptor fd(openat(fd_.fd(), name.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW));
     if (fd.fd() < 0) return errno;
-    struct flock whole{};
-    whole.l_type = F_WRLCK;
-    whole.l_whence = SEEK_SET;
-    const int error = code_of_call(fcntl(fd.fd(), F_OFD_SETLK, &whole));
+    const int error = set_lock(fd.fd(), F_WRLCK);
     if (error != 0) return error == EACCES ? EAGAIN : error;
     lock_ = std::move(fd);
     return 0;
