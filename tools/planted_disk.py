@@ -27,7 +27,7 @@ DISK_BUGS: Final = (
         "piece-checksum-not-looked-at",
         "disk",
         "a block that has rotted on the drive is served as good",
-        in_cpp("disk/core_io.cpp", "if (found != checksums[piece]) {", "if (found != found) {"),
+        in_cpp("disk/core_io.cpp", "if (found != checksums[piece]) {", "if (found != checksums[piece] && part.bad) {"),
         _CORE,
     ),
     Bug(
@@ -54,8 +54,9 @@ DISK_BUGS: Final = (
         "what a killed process had written, and not made durable, is counted on, and lost with the power",
         in_cpp(
             "disk/journal.cpp",
-            'require(flush_file(*directory_, journal_name(number)), "cannot make the journal durable");',
-            'require(0, "");',
+            "  const int error = directory.open(name, DiskOpen::kThere, file);\n"
+            "  return error != 0 ? error : file->flush();\n",
+            "  return directory.open(name, DiskOpen::kThere, file);\n",
         ),
         _CRASH,
     ),

@@ -43,7 +43,7 @@ class CrashWorld {
     try {
       SteppedStore store(options_, disk_);
       opened_ = true;
-      settle(*store.found);
+      take_as_true(*store.found);
       while (lost_ == nullptr) step(store);
     } catch (const Error& error) {  // the power was lost while it opened
       if (lost_ == nullptr) throw;
@@ -171,7 +171,7 @@ class CrashWorld {
   void check_crash(const std::shared_ptr<PowerDisk>& left) {
     ++crashes_;
     const auto failure = failure_of([&] { check_left(left); });
-    if (failure) FAIL_CHECK("it does not open again: " << failure->what());
+    if (failure) FAIL_CHECK("it does not open again: " << std::string(failure->what()));
   }
 
   void check_left(const std::shared_ptr<PowerDisk>& left) {
@@ -195,7 +195,7 @@ class CrashWorld {
   }
 
   // What an opened store has said stays so.
-  void settle(const LogState& found) {
+  void take_as_true(const LogState& found) {
     for (std::uint32_t slot = 0; slot < kSlots; ++slot) {
       SlotModel& model = models_[slot];
       const Entry entry = entry_of(found, slot);

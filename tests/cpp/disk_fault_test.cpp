@@ -126,7 +126,7 @@ TEST_CASE("an error of the drive switches the store on disk off, and what was du
                              Fault{Call::kFlush, "kvpool.blocks", EIO, DiskFault::kFlushFailed},
                              Fault{Call::kWrite, "kvpool.journal", ENOSPC, DiskFault::kJournalFailed},
                              Fault{Call::kFlush, "kvpool.journal", EIO, DiskFault::kJournalFailed}}) {
-    CAPTURE(disk_fault_name(fault.fault));
+    CAPTURE(std::string(disk_fault_name(fault.fault)));
     Rig rig;
     rig.open();
     CHECK(rig.put(1, 1) == DiskStatus::kOk);
@@ -173,7 +173,7 @@ TEST_CASE("short reads and writes of the drive are gone on with") {
 TEST_CASE("a caller has its answer by its deadline, whatever hangs") {
   for (const Hang& hang :
        {kReadHangs, Hang{Call::kWrite, "kvpool.blocks"}, Hang{Call::kFlush, "kvpool.blocks"}, kJournalHangs}) {
-    CAPTURE(hang.file);
+    CAPTURE(std::string(hang.file));
     Rig rig;
     rig.open();
     CHECK(rig.put(1, 1) == DiskStatus::kOk);
@@ -198,7 +198,7 @@ TEST_CASE("a caller has its answer by its deadline, whatever hangs") {
 
 TEST_CASE("a drive that hangs switches the store on disk off, and keeps nobody from closing it") {
   for (const Hang& hang : {kReadHangs, kJournalHangs}) {
-    CAPTURE(hang.file);
+    CAPTURE(std::string(hang.file));
     Rig rig;
     rig.open();
     CHECK(rig.put(1, 1) == DiskStatus::kOk);

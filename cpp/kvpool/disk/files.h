@@ -29,7 +29,7 @@ class DiskFile {
   virtual int size(std::uint64_t& bytes) noexcept = 0;
   // Makes the file at least so long, and takes the space for it from the disk.
   virtual int reserve(std::uint64_t bytes) noexcept = 0;
-  // For io_uring; -1: there is none.
+  // For io_uring; -1: no descriptor.
   virtual int descriptor() const noexcept { return -1; }
   // Memory, offsets and sizes must be multiples of kDiskAlignment.
   virtual bool direct() const noexcept { return false; }

@@ -42,7 +42,7 @@ class LogState {
   Record record(std::uint32_t slot) const noexcept;
 
   std::uint64_t next_sequence() const noexcept { return next_sequence_; }
-  std::uint64_t snapshot() const noexcept { return snapshot_; }  // its number; 0: there is none
+  std::uint64_t snapshot() const noexcept { return snapshot_; }  // its number; 0: no snapshot
   std::uint64_t snapshot_bytes() const noexcept { return snapshot_bytes_; }
   const std::vector<std::uint64_t>& journals() const noexcept { return journals_; }
   std::uint64_t journal_bytes() const noexcept { return journal_bytes_; }  // of all of them

@@ -1,7 +1,8 @@
 // Bytes of the journal and of snapshots: a header, then records. docs/internals/disk.md draws them.
 //
-// The checksum of a record begins with that of its file's header, so that a record of another file is none of this one,
-// and sequence numbers are consecutive, so that a record that is left of earlier times is none either.
+// The checksum of a record begins with that of its file's header, so that a record of another file is not
+// taken for one of this file. Sequence numbers are consecutive, so records that are left of earlier times are not,
+// either.
 #pragma once
 
 #include <array>
@@ -64,7 +65,7 @@ struct Record {
 
 // Appends the record to `bytes`.
 void add_record(std::vector<std::byte>& bytes, const LogHeader& header, std::uint64_t sequence, const Record& record);
-// The record at the begin of `bytes`, and how long it is; nullopt if there is none with this sequence number.
+// The record at the begin of `bytes`, and how long it is; nullopt if no sound one with this sequence number is there.
 struct ReadRecord {
   Record record;
   std::size_t bytes;
