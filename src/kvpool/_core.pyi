@@ -349,6 +349,7 @@ class Pool:
         attend_threads: int,
         space: Space | None = None,
         pieces: int = 1,
+        disk: tuple[int, str, list[tuple[str, str]], str, int, int, float] | None = None,
     ) -> None: ...
     @property
     def closed(self) -> bool: ...
@@ -388,7 +389,7 @@ class Pool:
         tokens: TokenVector,
         namespace: str = "",
         *,
-        into: Literal[Medium.HBM] | None = None,
+        into: Literal[Medium.HBM, Medium.DRAM] | None = None,
         stream: CudaStream | None = None,
     ) -> Match: ...
     def _match_batch(self, prompts: Sequence[TokenVector], namespace: str) -> list[Match]: ...
@@ -407,7 +408,9 @@ class Pool:
         self, prompts: Sequence[tuple[TokenVector, AddressVector]], namespace: str, free_duplicates: bool
     ) -> list[Inserted]: ...
     def delete(self, tokens: TokenVector, namespace: str = "", descendants: bool = False) -> int: ...
-    def evict(self, n: int, medium: MediumChoice = Medium.DRAM) -> int: ...
+    def evict(self, n: int, medium: MediumChoice | Literal[Medium.DISK] = Medium.DRAM) -> int: ...
+    def flush(self, *, everything: bool = False, timeout: float | None = None) -> int: ...
+    def _disk_stats(self) -> dict[str, Any] | None: ...
     @overload
     def save(
         self,
@@ -493,6 +496,7 @@ class Pool:
         addrs: AddressVector,
         into: AddressVector | None = None,
         *,
+        medium: Literal[Medium.HBM, Medium.DRAM] = Medium.HBM,
         stream: CudaStream | None = None,
         wait: Literal[True] = True,
     ) -> SwappedIn: ...
@@ -502,12 +506,19 @@ class Pool:
         addrs: AddressVector,
         into: AddressVector | None = None,
         *,
+        medium: Literal[Medium.HBM, Medium.DRAM] = Medium.HBM,
         stream: CudaStream | None = None,
         wait: Literal[False],
     ) -> SwapIn: ...
     @overload
     def swap_in(
-        self, addrs: AddressVector, into: AddressVector | None = None, *, stream: CudaStream | None = None, wait: bool
+        self,
+        addrs: AddressVector,
+        into: AddressVector | None = None,
+        *,
+        medium: Literal[Medium.HBM, Medium.DRAM] = Medium.HBM,
+        stream: CudaStream | None = None,
+        wait: bool,
     ) -> SwappedIn | SwapIn: ...
     def close(self) -> None: ...
     def _disconnect(self, peer: str) -> None: ...

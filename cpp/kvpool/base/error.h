@@ -52,11 +52,12 @@ enum class ErrorCause : std::uint8_t {
   kInstanceTaken,     // kState: another peer has the caller's instance id
   kDropped,           // kBusy; subject: the caller's incarnation, whose blocks are gone here
   // These stay in the process. The numbers of those above are part of the protocol.
-  kMayPass,  // kUnsupported: the CUDA driver refused something that it may grant another time
-  kQuota,    // kOutOfBlocks: a model of a shared space may have no more of it; counts are units of the space
-  kInUse,    // kState: another store is open on the directory
-  kForeign,  // kState: the directory is not that of a store
-  kDamaged,  // kState: the store's journal or its description is damaged
+  kMayPass,     // kUnsupported: the CUDA driver refused something that it may grant another time
+  kQuota,       // kOutOfBlocks: a model of a shared space may have no more of it; counts are units of the space
+  kInUse,       // kState: another store is open on the directory
+  kForeign,     // kState: the directory is not that of a store
+  kDamaged,     // kState: the store's journal or its description is damaged
+  kLostOnDisk,  // kStaleAddress, kStoreFailed: a page on DISK is gone for good; a new match ends before it
 };
 
 using ErrorField = std::pair<const char*, std::int64_t>;
