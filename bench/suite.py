@@ -29,6 +29,7 @@ BENCHES = {
     "scale": "bench.api.scale",
     "swap": "bench.api.swap",
     "storage": "bench.tiers.storage",
+    "disk": "bench.tiers.disk",
     "runs": "bench.api.runs",
     "attention": "bench.attention.decode",
     "attention-peers": "bench.attention.peers",

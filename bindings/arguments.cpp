@@ -148,7 +148,7 @@ std::int64_t deadline_from(py::handle seconds, std::int64_t none_ns, const char*
   return now + static_cast<std::int64_t>(value * 1e9);
 }
 
-MediumChoice medium_choice_from(py::handle argument) {
+MediumChoice any_medium_from(py::handle argument) {
   if (PyLong_Check(argument.ptr()) == 0 || PyBool_Check(argument.ptr()) != 0) {
     throw_type_error("medium must be kvpool.HBM, kvpool.DRAM or kvpool.MIXED, and is " + type_name(argument));
   }
@@ -158,7 +158,11 @@ MediumChoice medium_choice_from(py::handle argument) {
         "medium must be kvpool.HBM (1), kvpool.DRAM (2) or kvpool.MIXED (8), and is " + std::to_string(value),
         {{"value", static_cast<std::int64_t>(value)}});
   }
-  const MediumChoice choice = MediumChoice::from_code(static_cast<std::uint8_t>(value));
+  return MediumChoice::from_code(static_cast<std::uint8_t>(value));
+}
+
+MediumChoice medium_choice_from(py::handle argument) {
+  const MediumChoice choice = any_medium_from(argument);
   Pool::check_kept(choice);
   return choice;
 }

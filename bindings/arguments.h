@@ -55,8 +55,10 @@ std::vector<std::byte> bytes_from(py::handle argument, const char* name, std::si
 std::int64_t deadline_from(py::handle seconds, std::int64_t none_ns, const char* name = "timeout");
 std::int64_t steady_ns() noexcept;
 
-// Throws kUnsupported for DISK, which no pool has yet.
+// Throws kUnsupported for DISK, whose blocks nobody can use directly.
 MediumChoice medium_choice_from(py::handle argument);
+// The same with DISK.
+MediumChoice any_medium_from(py::handle argument);
 
 // HBM or DRAM.
 Medium medium_from(py::handle argument);

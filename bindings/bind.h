@@ -50,6 +50,9 @@ void bind_copies(pybind11::module_& module, PoolClass& pool);
 // Methods of the pool with which an engine takes HBM back for a while. bind_pool calls it.
 void bind_suspend(PoolClass& pool);
 
+// Methods of the pool for blocks on DISK. bind_pool calls it.
+void bind_disk(PoolClass& pool);
+
 // Sequences and attention: methods of the pool and the classes that they return. bind_pool calls bind_attend.
 void bind_partial(pybind11::module_& module);
 void bind_attend(pybind11::module_& module, PoolClass& pool);

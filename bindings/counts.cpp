@@ -13,9 +13,28 @@ py::dict to_dict(const MediumCounts& counts) {
   }
   dict["overlapped"] = counts.displaced;
   dict["evictable"] = counts.evictable;
-  dict["pinned"] = counts.by_state[static_cast<std::size_t>(BlockState::kHistorical)] - counts.evictable;
+  dict["pinned"] =
+      counts.by_state[static_cast<std::size_t>(BlockState::kHistorical)] - counts.evictable - counts.copies;
   dict["free_runs"] = counts.free_runs.runs;
   dict["longest_free_run"] = counts.free_runs.longest;
+  return dict;
+}
+
+// Of the pool; Pool._disk_stats has what the store says.
+py::dict disk_dict(const PoolStats& stats) {
+  const MediumCounts& counts = stats.media[Medium::kDisk];
+  const PoolCounters& counters = stats.counters;
+  py::dict dict;
+  dict["capacity"] = counts.capacity;
+  dict["free"] = counts.by_state[static_cast<std::size_t>(BlockState::kFree)];
+  dict["used"] = counts.by_state[static_cast<std::size_t>(BlockState::kHistorical)];
+  dict["copies"] = counts.copies;
+  dict["evictable"] = counts.evictable;
+  dict["matched_tokens"] = counters.matched_disk_tokens;
+  dict["written_blocks"] = counters.disk_written_blocks;
+  dict["moved_blocks"] = counters.moved_to_disk_blocks;
+  dict["brought_blocks"] = counters.brought_blocks;
+  dict["lost_blocks"] = counters.lost_disk_blocks;
   return dict;
 }
 
@@ -25,6 +44,7 @@ py::dict to_dict(const PoolStats& stats) {
   py::dict dict;
   dict["hbm"] = to_dict(stats.media[Medium::kHbm]);
   dict["dram"] = to_dict(stats.media[Medium::kDram]);
+  dict["disk"] = disk_dict(stats);
   const PoolCounters& counters = stats.counters;
   dict["allocated_blocks"] = counters.allocated_blocks;
   dict["freed_blocks"] = counters.freed_blocks;

@@ -54,6 +54,8 @@ const char* class_of(ErrorCode code) {
       return "RouteFailed";
     case ErrorCode::kSuspended:
       return "Suspended";
+    case ErrorCode::kStoreFailed:
+      return "StoreFailed";
   }
   return "Error";
 }

@@ -14,6 +14,7 @@
 #include "arguments.h"
 #include "bind.h"
 #include "counts.h"
+#include "disk.h"
 #include "events.h"
 #include "gil.h"
 #include "kvpool/pool/shared_space.h"
@@ -70,7 +71,7 @@ NodePointer make_node(std::uint32_t block_tokens, std::vector<std::size_t> piece
                       const std::string& huge_pages, int numa_node, bool check_memory, const std::string& pin_dram,
                       const std::string& device_memory, bool audit, bool zero_on_alloc, std::int64_t lend_max,
                       double timeout_s, int attend_threads, const std::shared_ptr<SharedSpace>& space,
-                      std::uint32_t pieces) {
+                      std::uint32_t pieces, const py::object& disk) {
   const auto blocks = [](const py::object& argument, const char* name) {
     const std::size_t count = count_from(argument, name);
     if (count > kBlocksMax) {
@@ -104,6 +105,10 @@ NodePointer make_node(std::uint32_t block_tokens, std::vector<std::size_t> piece
   options.audit = audit;
   options.zero_on_alloc = zero_on_alloc;
   options.lend_max = lend_max;
+  if (!disk.is_none()) {
+    options.disk = disk_from(disk);
+    options.disk->timeout_ns = static_cast<std::int64_t>(timeout_s * 1e9);
+  }
   const GilReleased released;
   Pool* const pool = space == nullptr ? new Pool(options) : new Pool(options, space->share(options.layout, pieces));
   return {new PeerNode(PoolPointer(pool, destroy<Pool>), make_ranks, static_cast<std::int64_t>(timeout_s * 1e9),
@@ -174,7 +179,7 @@ void bind_pool(py::module_& module) {
            py::arg("copy_threads"), py::arg("huge_pages"), py::arg("numa_node"), py::arg("check_memory"),
            py::arg("pin_dram"), py::arg("device_memory"), py::arg("audit"), py::arg("zero_on_alloc"),
            py::arg("lend_max"), py::arg("timeout_s"), py::arg("attend_threads"), py::arg("space") = py::none(),
-           py::arg("pieces") = 1)
+           py::arg("pieces") = 1, py::arg("disk") = py::none())
       .def("alloc", &alloc, py::arg("n"), py::arg("medium") = static_cast<int>(Medium::kHbm), py::arg("evict") = true,
            py::kw_only(), py::arg("instance") = py::none(), py::arg("timeout") = py::none(),
            py::arg("stream") = py::none(), R"(Allocates n blocks, all or nothing.
@@ -270,6 +275,7 @@ Raises:
            py::arg("medium"), py::arg("shape"), py::arg("strides"), py::arg("dtype"));
   bind_prompts(pool_class);
   bind_swap(module, pool_class);
+  bind_disk(pool_class);
   bind_copies(module, pool_class);
   bind_suspend(pool_class);
   bind_attend(module, pool_class);

@@ -73,17 +73,19 @@ Inserted insert(const PoolPointer& pool, const py::object& tokens, const py::obj
   return std::move(insert_all(pool, {{tokens, addresses}}, name, free_duplicates, how).front());
 }
 
-// Brings a hit to HBM. The pins of the swap take the place of those of the match, which hold until then; if it throws,
-// both are gone.
-void bring_to_hbm(const PoolPointer& pool, Match& hit, const CallerStream& after) {
+// Brings a hit to HBM, or what of it is on DISK to DRAM. The pins of the swap take the place of those of the match,
+// which hold until then; if it throws, both are gone.
+void bring(const PoolPointer& pool, Match& hit, Medium into, const CallerStream& after) {
   const std::vector<Address> found = addresses_from(hit.addrs).copy();
-  const auto in_hbm = [](Address address) { return medium_of(address) == Medium::kHbm; };
-  if (std::all_of(found.begin(), found.end(), in_hbm)) return;
+  const auto there = [&](Address address) {
+    return into == Medium::kHbm ? medium_of(address) == Medium::kHbm : medium_of(address) != Medium::kDisk;
+  };
+  if (std::all_of(found.begin(), found.end(), there)) return;
   py::array_t<Address> arrived(static_cast<py::ssize_t>(found.size()));
   Address* out = arrived.mutable_data();
   {
     const GilReleased released;
-    hit.pins = Pins(pool, pool->swap_in(found, {}, out, after));
+    hit.pins = Pins(pool, into == Medium::kHbm ? pool->swap_in(found, {}, out, after) : pool->bring(found, out));
   }
   hit.addrs = std::move(arrived);
 }
@@ -93,13 +95,26 @@ Match match_into(const PoolPointer& pool, py::handle tokens, py::handle name, py
     if (!stream.is_none()) throw_argument("stream is for a match that brings blocks: give into=kvpool.HBM");
     return match(pool, tokens, name);
   }
-  if (medium_choice_from(into) != MediumChoice(Medium::kHbm)) {
-    throw_argument("into must be kvpool.HBM (1) or None: blocks are matched where they lie, or brought to HBM");
+  const MediumChoice choice = medium_choice_from(into);
+  const bool to_dram = choice == MediumChoice(Medium::kDram) && pool->has_disk();
+  if (choice != MediumChoice(Medium::kHbm) && !to_dram) {
+    throw_argument(
+        "into must be kvpool.HBM (1), kvpool.DRAM (2) for a pool with blocks on DISK, or None: blocks are matched "
+        "where "
+        "they lie, or brought there");
   }
+  if (to_dram && !stream.is_none()) throw_argument("stream is for a match that brings blocks to HBM");
   const CallerStream after = stream_from(stream);
-  Match hit = match(pool, tokens, name);
-  bring_to_hbm(pool, hit, after);
-  return hit;
+  for (;;) {
+    Match hit = match(pool, tokens, name);
+    try {
+      bring(pool, hit, to_dram ? Medium::kDram : Medium::kHbm, after);
+      return hit;
+    } catch (const Error& error) {
+      // What was damaged is not cached any more: the hit ends before it.
+      if (error.cause() != ErrorCause::kLostOnDisk) throw;
+    }
+  }
 }
 
 py::tuple explain(Pool& pool, py::handle tokens_argument, py::handle name_argument) {
@@ -121,16 +136,18 @@ Thread-safe. The cost depends on the length of the prompt, not on the size of th
 Args:
     tokens: Token ids; int32 or int64 array, buffer, bytes as int32, or list.
     namespace: Prefixes of different namespaces never match each other.
-    into: kvpool.HBM: brings blocks of the hit from DRAM to HBM, as by swap_in, so that every address of the hit is in
-        HBM. Releases the GIL then. None: the blocks stay where they are.
-    stream: With `into`: as in swap_in.
+    into: kvpool.HBM: brings blocks of the hit from DRAM and DISK to HBM, as by swap_in, so that every address of the
+        hit is in HBM. kvpool.DRAM, for a pool with blocks on DISK: brings those to DRAM. Releases the GIL then. A block
+        that is damaged on disk is not there: the hit ends before it. None: the blocks stay where they are.
+    stream: With ``into=kvpool.HBM``: as in swap_in.
 
 Returns:
     A Match. Its local addresses stay valid, and their content unchanged, until it is closed; use it in a ``with``.
 
 Raises:
-    OutOfBlocks: With `into`: HBM has no room for the whole hit; nothing was moved and nothing is pinned. A match
-        without `into` still finds the hit where it is.)")
+    OutOfBlocks: With `into`: there is no room for the whole hit, and nothing is pinned. A match without `into` still
+        finds the hit. Blocks that have come from DISK to DRAM on the way to HBM stay there.
+    DeadlineExceeded: With `into`: the disk did not answer within the setting ``timeout_s``.)")
       .def("_match_batch", of_pool(&match_batch<Pool>), py::arg("prompts"), py::arg("namespace"))
       .def("insert", of_pool(&insert), py::arg("tokens"), py::arg("addrs"), py::arg("namespace") = "",
            py::arg("free_duplicates") = false, py::kw_only(), py::arg("filled") = true,
@@ -218,7 +235,7 @@ Raises:
     StateError: Part of it is pinned; nothing was removed.)")
       .def("evict", of_pool([](Pool& pool, py::handle n_argument, py::handle medium_argument) {
              const std::size_t n = count_from(n_argument, "n");
-             const MediumChoice medium = medium_choice_from(medium_argument);
+             const MediumChoice medium = any_medium_from(medium_argument);
              const GilReleased released;
              return pool.evict(n, medium);
            }),

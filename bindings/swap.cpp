@@ -53,8 +53,12 @@ py::object swap_out(const NodePointer& node, py::handle n_argument, py::handle s
 }
 
 py::object swap_in(const NodePointer& node, py::handle addresses_argument, const py::object& into_argument,
-                   py::handle stream, py::handle wait_argument) {
+                   py::handle medium_argument, py::handle stream, py::handle wait_argument) {
   const bool wait = flag_from(wait_argument, "wait");
+  const bool to_dram = medium_from(medium_argument) == Medium::kDram;
+  if (to_dram && !(into_argument.is_none() && stream.is_none())) {
+    throw_argument("into and stream are for swaps to HBM: leave them out with medium=kvpool.DRAM");
+  }
   const CallerStream after = stream_from(stream);
   const std::vector<Address> addresses = addresses_from(addresses_argument).copy();
   std::vector<Address> into;
@@ -63,7 +67,7 @@ py::object swap_in(const NodePointer& node, py::handle addresses_argument, const
     SwapInHandle handle{node, nullptr, {}};
     {
       const GilReleased released;
-      handle.swap = node->pool().begin_swap_in(addresses, into, after);
+      handle.swap = to_dram ? node->pool().begin_bring(addresses) : node->pool().begin_swap_in(addresses, into, after);
     }
     return py::cast(std::move(handle));
   }
@@ -72,7 +76,8 @@ py::object swap_in(const NodePointer& node, py::handle addresses_argument, const
   SwappedIn result;
   {
     const GilReleased released;
-    std::vector<IndexPin> pins = node->pool().swap_in(addresses, into, out, after);
+    std::vector<IndexPin> pins =
+        to_dram ? node->pool().bring(addresses, out) : node->pool().swap_in(addresses, into, out, after);
     result.pins = Pins(pool_of(node), std::move(pins));
   }
   result.addrs = std::move(arrived);
@@ -151,7 +156,10 @@ Args:
 Returns:
     uint64 array of the DRAM addresses of the blocks that moved; fewer than n when no more can. Or a SwapOut.)")
       .def("swap_in", &swap_in, py::arg("addrs"), py::arg("into") = py::none(), py::kw_only(),
-           py::arg("stream") = py::none(), py::arg("wait") = true, R"(Brings cached blocks to HBM and pins them there.
+           py::arg("medium") = static_cast<int>(Medium::kHbm), py::arg("stream") = py::none(), py::arg("wait") = true,
+           R"(Brings cached blocks to HBM and pins them there. Or those on DISK to DRAM.
+
+Blocks on DISK come to DRAM first, all in one read; those that are there already stay if HBM has no room.
 
 Addresses in HBM do not change, so all addresses of a match can be passed. Evicts as alloc does. Blocks that other
 holders still read by their old address stay until the last of them releases its pin. Releases the GIL. Runs
@@ -160,19 +168,25 @@ concurrently with a swap_out, except while it evicts.
 Args:
     addrs: Addresses of cached blocks.
     into: Active HBM blocks to use, one for each address in DRAM; by default the pool allocates. If another swap_in
-        brings some of the pages first, the last blocks of `into` stay unused: active, and not in the result.
+        brings some of the pages first, the last blocks of `into` stay unused: active, and not in the result. Not for
+        pages on DISK.
+    medium: kvpool.HBM; or kvpool.DRAM, for a pool with blocks on DISK: only these move, and all others are pinned where
+        they are.
     stream: As in swap_out, for work that may still read or write the destination blocks.
     wait: False returns a SwapIn at once, and a thread of the pool does the work. When the call returns, the blocks are
         pinned and the pool owns those of `into`; wrong arguments raise at once. Without `into`, if HBM blocks were
         freed since the call, it also waits for all work that the device has then.
 
 Returns:
-    A SwappedIn, with one HBM address for each given. Or a SwapIn.
+    A SwappedIn, with one address for each given: in HBM; with ``medium=kvpool.DRAM`` in HBM or DRAM. Or a SwapIn.
 
 Raises:
-    StaleAddress: A block has left its address.
+    StaleAddress: A block has left its address; or it is damaged on disk, and not cached any more.
     StateError: A block is not cached.
-    OutOfBlocks: HBM has no room, and nothing more can be evicted.)");
+    OutOfBlocks: HBM has no room, and nothing more can be evicted.
+    StoreFailed: The disk has failed, and nothing on it is cached any more.
+    DeadlineExceeded: The disk did not answer within the setting ``timeout_s``.
+    Unsupported: ``medium=kvpool.DRAM`` without blocks on DISK; `into` with pages on DISK.)");
 }
 
 }  // namespace kvpool::bindings

@@ -13,7 +13,7 @@ CACHE_BUGS: Final = (
         "peer-matches-what-is-filled",
         "pool",
         "a peer is told that blocks are there whose content is still to come (A17)",
-        in_cpp("pool/prompt_cache.cpp", " && !blocks_.filling(out[local])", ""),
+        in_cpp("pool/prompt_cache.cpp", " && !blocks_.filling(address);", ";"),
         ("cache_fill_test.cpp",),
     ),
     Bug(

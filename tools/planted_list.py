@@ -14,6 +14,8 @@ from typing import Final
 from tools.planted_attention import ATTENTION_BUGS
 from tools.planted_cache import CACHE_BUGS
 from tools.planted_commands import COMMAND_BUGS
+from tools.planted_disk import DISK_BUGS
+from tools.planted_disk_tier import DISK_TIER_BUGS
 from tools.planted_engines import ENGINES_BUGS
 from tools.planted_keys import KEY_BUGS
 from tools.planted_kit import Bug, in_cpp, in_python
@@ -33,6 +35,8 @@ BUGS: Final[tuple[Bug, ...]] = (
     *ATTENTION_BUGS,
     *CACHE_BUGS,
     *COMMAND_BUGS,
+    *DISK_BUGS,
+    *DISK_TIER_BUGS,
     *ENGINES_BUGS,
     *LENDING_BUGS,
     *KEY_BUGS,

@@ -23,7 +23,8 @@ START: Final = "docs/start"
 # The reference's pages: a title, and its names in order. A test sees that every public name is on one of them.
 REFERENCE: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "pool": ("The pool", (
-        "Pool", "KVLayout", "RawLayout", "Settings", "KVTensor", "PoolStats", "MediumStats", "Address", "Medium",
+        "Pool", "KVLayout", "RawLayout", "Settings", "KVTensor", "PoolStats", "MediumStats", "DiskStats", "DiskWarning",
+        "Address", "Medium",
         "HBM", "DRAM", "DISK", "MIXED", "block_ids", "media", "decode_address",
     )),
     "cache": ("Cached prompts", (

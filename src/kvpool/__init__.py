@@ -79,7 +79,7 @@ from kvpool.peers import (
     RouteCost,
     RouteReport,
 )
-from kvpool.pool import MediumStats, Pool, PoolStats
+from kvpool.pool import DiskStats, DiskWarning, MediumStats, Pool, PoolStats
 from kvpool.ranks import RankArena
 from kvpool.space import ModelQuota, Space, SpaceStats, SpaceTier, TierQuota
 from kvpool.transfer import (
@@ -120,6 +120,8 @@ __all__ = [
     "Cluster",
     "DeadlineExceeded",
     "DeviceLost",
+    "DiskStats",
+    "DiskWarning",
     "Error",
     "EventStream",
     "Fenced",

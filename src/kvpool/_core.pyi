@@ -350,6 +350,7 @@ class Pool:
         attend_threads: int,
         space: Space | None = None,
         pieces: int = 1,
+        disk: tuple[int, str, list[tuple[str, str]], str, int, int, float] | None = None,
     ) -> None: ...
     @property
     def closed(self) -> bool: ...
@@ -389,7 +390,7 @@ class Pool:
         tokens: TokenVector,
         namespace: str = "",
         *,
-        into: Literal[Medium.HBM] | None = None,
+        into: Literal[Medium.HBM, Medium.DRAM] | None = None,
         stream: CudaStream | None = None,
     ) -> Match: ...
     def _match_batch(self, prompts: Sequence[TokenVector], namespace: str) -> list[Match]: ...
@@ -408,7 +409,9 @@ class Pool:
         self, prompts: Sequence[tuple[TokenVector, AddressVector]], namespace: str, free_duplicates: bool
     ) -> list[Inserted]: ...
     def delete(self, tokens: TokenVector, namespace: str = "", descendants: bool = False) -> int: ...
-    def evict(self, n: int, medium: MediumChoice = Medium.DRAM) -> int: ...
+    def evict(self, n: int, medium: MediumChoice | Literal[Medium.DISK] = Medium.DRAM) -> int: ...
+    def flush(self, *, everything: bool = False, timeout: float | None = None) -> int: ...
+    def _disk_stats(self) -> dict[str, Any] | None: ...
     @overload
     def save(
         self,
@@ -494,6 +497,7 @@ class Pool:
         addrs: AddressVector,
         into: AddressVector | None = None,
         *,
+        medium: Literal[Medium.HBM, Medium.DRAM] = Medium.HBM,
         stream: CudaStream | None = None,
         wait: Literal[True] = True,
     ) -> SwappedIn: ...
@@ -503,12 +507,19 @@ class Pool:
         addrs: AddressVector,
         into: AddressVector | None = None,
         *,
+        medium: Literal[Medium.HBM, Medium.DRAM] = Medium.HBM,
         stream: CudaStream | None = None,
         wait: Literal[False],
     ) -> SwapIn: ...
     @overload
     def swap_in(
-        self, addrs: AddressVector, into: AddressVector | None = None, *, stream: CudaStream | None = None, wait: bool
+        self,
+        addrs: AddressVector,
+        into: AddressVector | None = None,
+        *,
+        medium: Literal[Medium.HBM, Medium.DRAM] = Medium.HBM,
+        stream: CudaStream | None = None,
+        wait: bool,
     ) -> SwappedIn | SwapIn: ...
     def close(self) -> None: ...
     def _disconnect(self, peer: str) -> None: ...

@@ -95,6 +95,11 @@ class Settings:
             matches; above either the peer gets Busy.
         received_max: The most items that wait for the application (`Pool.inbox`); above it peers get Busy. A sixteenth
             of it, at least one, is reserved for each peer.
+        disk_admission: Which cached blocks a pool with `disk_blocks` writes to disk: "second-use" what was used twice,
+            "always" everything.
+        disk_bytes_s: The most bytes a second that it writes to disk, on average; 0: no limit.
+        disk_bytes_day: The most bytes a day that it writes to disk; 0: no limit.
+        disk_hang_s: Seconds after which a drive that does not answer is taken for broken, and the disk is switched off.
         attend_lent_max: The most attention calls of peers that run or wait in this pool; above it peers get Busy. 0: it
             computes none for peers.
     """
@@ -130,6 +135,10 @@ class Settings:
     lend_max: int = -1
     viewed_max: int = 1 << 22
     received_max: int = 65536
+    disk_admission: Literal["second-use", "always"] = "second-use"
+    disk_bytes_s: int = 0
+    disk_bytes_day: int = 0
+    disk_hang_s: float = 10.0
     attend_lent_max: int = 64
 
     def __post_init__(self) -> None:
@@ -160,6 +169,9 @@ _RANGES: Final[dict[str, tuple[float, float]]] = {
     "lend_max": (-1, 1 << 40),
     "viewed_max": (1, 1 << 26),
     "received_max": (1, 1 << 24),
+    "disk_bytes_s": (0, 1 << 50),
+    "disk_bytes_day": (0, 1 << 60),
+    "disk_hang_s": (0.05, 600.0),
     "attend_lent_max": (0, 1 << 16),
 }
 _BYTES_MAX: Final = {"name": 255, "secret": 4096, "model": 255, "ucx": 4096, "nccl": 4096}

@@ -20,7 +20,7 @@
     ├── AuthError                       the peer has another secret
     ├── ProtocolError                   the peer breaks the protocol, or speaks another version of it
     ├── RouteFailed                     a route to the peer has failed: the next transfer takes another one
-    ├── StoreFailed                     a store of kvpool.storage has failed, or cannot be reached
+    ├── StoreFailed                     a store on disk or of kvpool.storage has failed, or cannot be reached
     ├── DeviceLost                      the GPU, or this process's context on it, is lost, with its memory's content
     ├── ForkError                       called in a child process after fork
     ├── Unsupported                     this machine or build cannot do it
@@ -328,7 +328,7 @@ class RouteFailed(Error):
 
 
 class StoreFailed(Error):
-    """A store of `kvpool.storage` has failed, or cannot be reached. The pool is well."""
+    """A store on disk or of `kvpool.storage` has failed, or cannot be reached. The pool is well."""
 
     errno: int  # of the file system, or 0
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
 from kvpool import _core
+from kvpool.alloc.disk import DiskStats, DiskWarning, disk_options
 from kvpool.alloc.kv_view import kv_view
 from kvpool.alloc.refusals import explained
 from kvpool.alloc.stats import ArenaInfo, MediumStats, PoolStats, stats_of
@@ -26,7 +28,7 @@ from kvpool.types import HBM, KVLayout, OneMedium, RawLayout, SettingArguments, 
 from kvpool.types.memories import one_medium, ordinal_of
 from kvpool.types.setting_arguments import Unpack
 
-__all__ = ["ArenaInfo", "MediumStats", "Pool", "PoolStats"]
+__all__ = ["ArenaInfo", "DiskStats", "DiskWarning", "MediumStats", "Pool", "PoolStats"]
 
 _log = logging.getLogger("kvpool")
 
@@ -55,6 +57,9 @@ class Pool(NetworkedPool):
         layout: The content of a block: a KVLayout, or a RawLayout for other data.
         hbm_blocks: Blocks in the device tier.
         dram_blocks: Blocks in the host tier.
+        disk_blocks: Blocks on disk, for what is evicted from memory; they survive a restart. With `dram_blocks` only.
+            See docs/how-to/disk.md.
+        disk_path: The directory for them, of this pool alone; it is made if it does not exist.
         device: The device of the device tier. "cpu": ordinary memory, so everything runs without a GPU. "cuda:0" and so
             on: that GPU's memory, and DRAM is page-locked; "cuda" is "cuda:0".
         hbm: Instead of hbm_blocks: an engine's tensors, one for each layer in order, which become the device tier
@@ -74,7 +79,10 @@ class Pool(NetworkedPool):
     Raises:
         ArgumentError, ArgumentTypeError: A number, name or type is wrong.
         OutOfMemory: The machine, its cgroup or the GPU has too little memory.
-        LayoutMismatch: Adopted tensors do not hold the pages that the layout declares: other sizes, shapes or types.
+        LayoutMismatch: Adopted tensors do not hold the pages that the layout declares: other sizes, shapes or types. Or
+            the blocks on disk are of another layout, model or number.
+        StateError: Another pool has the blocks on disk open, or the directory is not of a pool, or is damaged.
+        StoreFailed: The file system of the directory failed.
         Unsupported: This machine does not support it; for example, the device does not exist.
         DeviceLost: The GPU no longer works. From then on every verb raises it, except those that end something (close,
             peers.disconnect) or only read (stats, audit, peers).
@@ -86,6 +94,8 @@ class Pool(NetworkedPool):
         hbm_blocks: int = 0,
         dram_blocks: int = 0,
         *,
+        disk_blocks: int = 0,
+        disk_path: str | os.PathLike[str] | None = None,
         device: str = "cpu",
         hbm: Sequence[Any] | None = None,
         block_dim: int = 0,
@@ -105,9 +115,11 @@ class Pool(NetworkedPool):
                 "engine_allocates is for adopted tensors: give them as hbm, or to the ranks of `parallel`"
             )
         check_parallel(parallel, layout, device, hbm)
+        chosen = load(**settings)
         self._begin(
-            layout, load(**settings), parallel, hbm_blocks=hbm_blocks, dram_blocks=dram_blocks, adopted=hbm,
+            layout, chosen, parallel, hbm_blocks=hbm_blocks, dram_blocks=dram_blocks, adopted=hbm,
             block_dim=block_dim, engine_allocates=engine_allocates, device=ordinal,
+            disk=disk_options(disk_blocks, disk_path, layout, chosen),
         )  # fmt: skip
 
     def _begin(
@@ -124,6 +136,7 @@ class Pool(NetworkedPool):
         device: int = -1,
         space: _core.Space | None = None,
         pieces: int = 1,
+        disk: tuple[int, str, list[tuple[str, str]], str, int, int, float] | None = None,
     ) -> None:
         self.settings: Settings = settings
         self._parallel = parallel
@@ -148,8 +161,12 @@ class Pool(NetworkedPool):
                 attend_threads=_attend_threads(self.settings),
                 space=space,
                 pieces=pieces,
+                disk=disk,
                 **options,
             )
+        self._warned_of_disk = False
+        if disk is not None:
+            self._say_disk()
         self._gpu = ordinal_of(device_name := self.arena(HBM).device)
         bounds = _core.kernel_piece_bytes(self._gpu)
         if bounds is not None:
@@ -277,7 +294,25 @@ class Pool(NetworkedPool):
 
     def stats(self) -> PoolStats:
         """The state of every block and the counters, at one moment."""
-        return stats_of(self._stats(), self._gpu)
+        return stats_of(self._stats(), self._gpu, self._store_stats())
+
+    def _store_stats(self) -> dict[str, Any] | None:
+        """What the store on disk says. Warns, once, when it is off."""
+        store = self._disk_stats()
+        if store is not None and store["state"] == "off" and not self._warned_of_disk:
+            self._warned_of_disk = True
+            text = f"the disk at {store['path']} is switched off: {store['reason']}; the pool goes on without it"
+            _log.warning("%s", text)
+            warnings.warn(text, DiskWarning, stacklevel=3)
+        return store
+
+    def _say_disk(self) -> None:
+        store = self._disk_stats()
+        if store is not None:
+            _log.info(
+                "blocks on disk at %s: %d found, by %s%s", store["path"], store["recovered_blocks"], store["engine"],
+                "" if store["direct"] else ", through the page cache",
+            )  # fmt: skip
 
     def audit(self) -> PoolStats:
         """Checks every invariant of the allocator and the index, and returns the stats.
@@ -285,7 +320,7 @@ class Pool(NetworkedPool):
         Visits every block and node. Raises AuditError when an invariant is broken: a bug in kvpool, or overwritten
         memory.
         """
-        return stats_of(self._audit(), self._gpu)
+        return stats_of(self._audit(), self._gpu, self._store_stats())
 
     def suspend(self, *, keep: bool = True, timeout: float | None = None, stream: Any = None) -> int:
         """Gives HBM back to the engine until `resume`: for an engine that sleeps, and unmaps its memory. Thread-safe.
@@ -387,7 +422,9 @@ class Pool(NetworkedPool):
             f"{name} {tier.active} active, {tier.historical} cached, {tier.free} free of {tier.capacity}"
             for name, tier in (("HBM", stats.hbm), ("DRAM", stats.dram))
         )
-        return f"<Pool {'; '.join(tiers)}>"
+        disk = stats.disk
+        on_disk = "" if disk is None else f"; DISK {disk.used} used, {disk.free} free of {disk.capacity}, {disk.state}"
+        return f"<Pool {'; '.join(tiers)}{on_disk}>"
 
 
 def _attend_threads(settings: Settings) -> int:

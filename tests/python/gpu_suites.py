@@ -27,6 +27,9 @@ LOCAL = [
     "test_alloc.py",
     "test_events.py",
     "test_state_machine.py",
+    "disk/test_medium.py",
+    "disk/test_restart.py",
+    "disk/test_limits.py",
     "storage/test_storage.py",
     "storage/test_storage_faults.py",
 ]

@@ -32,6 +32,15 @@ def test_info_says_where_a_setting_came_from(capsys, monkeypatch):
     assert {"name": "policy", "value": "lfu", "source": "environment KVPOOL_POLICY"} in facts["settings"]
 
 
+def test_info_says_how_a_disk_would_be_read_and_written(capsys):
+    assert cli.main(["info", "--json"]) == 0
+    disk = json.loads(capsys.readouterr().out)["disk"]
+    assert disk["engine"] in ("io_uring", "threads")
+    assert disk["error"] is None
+    assert cli.main(["info"]) == 0
+    assert f"{disk['engine']}, " in capsys.readouterr().out
+
+
 def test_info_names_the_ucx_found_or_why_there_is_not_one(capsys, monkeypatch):
     monkeypatch.setenv("KVPOOL_UCX", "/nowhere")
     run = subprocess.run([sys.executable, "-m", "kvpool", "info"], capture_output=True, text=True, check=True)

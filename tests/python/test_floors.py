@@ -22,10 +22,11 @@ CPP_FLOORS: dict[str, set[str]] = {
     "attend_gpu": {"base", "cuda", "attention"},
     "net": {"base"},
     "exec": {"base"},
+    "disk": {"base", "exec"},
     "blocks": {"base", "cuda", "arena"},
     "routes": {"base", "cuda", "arena", "net", "blocks"},
     "transfer": {"base", "cuda", "blocks", "exec", "net", "routes"},
-    "pool": {"base", "cuda", "index", "arena", "blocks", "exec"},
+    "pool": {"base", "cuda", "index", "arena", "blocks", "exec", "disk"},
     "sequences": {"base", "cuda", "arena", "attention", "attend_gpu", "blocks", "exec", "pool"},
     "views": {"base", "cuda", "attention", "blocks", "exec", "net", "transfer", "pool", "sequences"},
     "peers": {"base", "cuda", "index", "arena", "blocks", "exec", "net", "routes", "transfer", "pool"}

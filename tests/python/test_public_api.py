@@ -36,6 +36,8 @@ PUBLIC = [
     "Cluster",
     "DeadlineExceeded",
     "DeviceLost",
+    "DiskStats",
+    "DiskWarning",
     "Error",
     "EventStream",
     "Fenced",
@@ -222,9 +224,9 @@ def _names(body: list[ast.stmt]) -> dict[str, set[str] | None]:
 
 POOL = [
     "adopt", "alloc", "arena", "attach", "attend", "audit", "batch", "close", "closed", "copy", "delete", "evict",
-    "explain_match", "fetch", "fetch_with_insert", "filled", "forget", "free", "inbox", "insert", "load", "match",
-    "peers", "ranks", "resume", "save", "sequence", "stats", "subscribe", "suspend", "suspended", "swap_in", "swap_out",
-    "tensor", "transfer", "transfer_with_insert",
+    "explain_match", "fetch", "fetch_with_insert", "filled", "flush", "forget", "free", "inbox", "insert", "load",
+    "match", "peers", "ranks", "resume", "save", "sequence", "stats", "subscribe", "suspend", "suspended", "swap_in",
+    "swap_out", "tensor", "transfer", "transfer_with_insert",
 ]  # fmt: skip
 
 

@@ -36,8 +36,9 @@ enum class ErrorCode : std::uint8_t {
   kDeviceLost,   // the GPU, or this process's context on it, is lost, with the content of its memory
   kRouteFailed,  // a route failed; another route may reach the peer, or this one later
   kSuspended,    // the engine has taken HBM back for a while; peers hear kBusy
+  kStoreFailed,  // the file system below a store on disk failed
 };
-inline constexpr std::size_t kErrorCodes = static_cast<std::size_t>(ErrorCode::kSuspended) + 1;
+inline constexpr std::size_t kErrorCodes = static_cast<std::size_t>(ErrorCode::kStoreFailed) + 1;
 
 // Tells apart errors of one code that callers handle differently. Code branches on code and cause only; text and fields
 // are for people.
@@ -51,8 +52,12 @@ enum class ErrorCause : std::uint8_t {
   kInstanceTaken,     // kState: another peer has the caller's instance id
   kDropped,           // kBusy; subject: the caller's incarnation, whose blocks are gone here
   // These stay in the process. The numbers of those above are part of the protocol.
-  kMayPass,  // kUnsupported: the CUDA driver refused something that it may grant another time
-  kQuota,    // kOutOfBlocks: a model of a shared space may have no more of it; counts are units of the space
+  kMayPass,     // kUnsupported: the CUDA driver refused something that it may grant another time
+  kQuota,       // kOutOfBlocks: a model of a shared space may have no more of it; counts are units of the space
+  kInUse,       // kState: another store is open on the directory
+  kForeign,     // kState: the directory is not that of a store
+  kDamaged,     // kState: the store's journal or its description is damaged
+  kLostOnDisk,  // kStaleAddress, kStoreFailed: a page on DISK is gone for good; a new match ends before it
 };
 
 using ErrorField = std::pair<const char*, std::int64_t>;

@@ -8,7 +8,7 @@
 namespace kvpool {
 
 // Every address contains the code in three bits. 0 names no medium, so no valid address is zero; 4 is free for the next
-// medium. No pool has DISK blocks yet: its capacity is 0 everywhere.
+// medium. Blocks on DISK have no memory: a pool's DiskTier alone reads and writes them, and peers do not see them.
 enum class Medium : std::uint8_t { kHbm = 1, kDram = 2, kDisk = 3 };
 
 // All of them. Code that treats media alike iterates over this list.

@@ -129,6 +129,9 @@ class PromptIndex {
   // Cuts `node` so that its pages [first, first + count) become a separate node, and returns that.
   Node* isolate(Node* node, std::uint32_t first, std::uint32_t count);
 
+  // The coldest node of a class that is neither pinned nor held; null without one.
+  Node* coldest(ValueClass value_class) const noexcept { return order_->coldest(value_class); }
+
   // Replaces the values of a node; the new ones are of one class. The caller handles the old values.
   void redirect(Node* node, const Address* values) noexcept;
 
@@ -160,6 +163,11 @@ class PromptIndex {
         if (!node.is_root()) visit(node);
       });
     });
+  }
+  // visit(Node&) for a node and every node below it, parents first. REQUIRES: it was not forgotten.
+  template <class Visit>
+  void for_each_below(Node* node, Visit&& visit) const {
+    tree_.for_each_below(node, visit);
   }
   // visit(const Node&) for every node that was forgotten, and that pins still hold.
   template <class Visit>

@@ -22,6 +22,7 @@ PoolStats PromptCache::stats() const noexcept {
     counts.displaced = blocks_.displaced(medium);
     counts.by_state[static_cast<std::size_t>(BlockState::kFree)] -= counts.displaced;
     counts.evictable = static_cast<std::uint32_t>(evictable(medium));
+    if (copies_ != nullptr && medium == Medium::kDisk) counts.copies = copies_->count();
     counts.free_runs = blocks_.free_runs(medium);
     // The counters of readers as if there were any: a call that is refused may begin to count.
     stats.metadata_bytes +=
@@ -79,7 +80,8 @@ void PromptCache::audit() const {
   }
   for (const Medium medium : kMedia) {
     const std::size_t cached = index_.pages(value_class_of(medium)) + index_.forgotten(value_class_of(medium));
-    const std::size_t limbo = in_limbo[medium];
+    const std::size_t copies = copies_ != nullptr && medium == Medium::kDisk ? copies_->count() : 0;
+    const std::size_t limbo = in_limbo[medium] + copies;
     if (blocks_.store(medium).count(BlockState::kHistorical) != cached + limbo) {
       fail(std::string(medium_name(medium)) + ": " +
            std::to_string(blocks_.store(medium).count(BlockState::kHistorical)) +
@@ -87,6 +89,7 @@ void PromptCache::audit() const {
            std::to_string(limbo) + " (A2)");
     }
   }
+  if (copies_ != nullptr) audit_copies();
 }
 
 }  // namespace kvpool

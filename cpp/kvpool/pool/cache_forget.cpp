@@ -21,7 +21,10 @@ std::size_t PromptCache::forget(std::span<const Address> addresses) {
   for (const Address page : pages) {
     if (blocks_.is_gone(page)) continue;  // with one before it in its prompt
     PromptNode* const node = node_of(page);
-    if (!node->payload.forgotten) forgotten += index_.forget(node);
+    if (node->payload.forgotten) continue;
+    // What is forgotten is not to be there after a restart, even if it is pinned until then.
+    if (copies_ != nullptr) index_.for_each_below(node, [&](const PromptNode& below) { drop_copies(below); });
+    forgotten += index_.forget(node);
   }
   return forgotten;
 }

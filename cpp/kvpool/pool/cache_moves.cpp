@@ -9,7 +9,15 @@
 namespace kvpool {
 namespace {
 
-bool in_dram(Address address) noexcept { return medium_bits_of(address) == static_cast<std::uint32_t>(Medium::kDram); }
+// Pages come up from there by way of DRAM.
+void check_none_on_disk(std::span<const Address> pages) {
+  const auto found = std::ranges::find(pages, Medium::kDisk, medium_of);
+  if (found == pages.end()) return;
+  const auto position = static_cast<std::int64_t>(found - pages.begin());
+  throw Error(ErrorCode::kUnsupported,
+              "position " + std::to_string(position) + " lies on DISK: bring it to DRAM before you name blocks of HBM",
+              {{"position", position}});
+}
 
 void check_room_named(std::size_t needed, std::size_t given) {
   if (needed == given) return;
@@ -56,6 +64,9 @@ std::size_t PromptCache::finish_move_out(MoveOut& move, std::vector<Address>* mo
     if (node->payload.pins > 0) {
       blocks_.release(&to[i], pages);
     } else {
+      if (copies_ != nullptr) [[unlikely]] {
+        for (std::uint32_t k = 0; k < pages; ++k) move_copy(from[i + k], to[i + k]);
+      }
       index_.redirect(node, &to[i]);
       placed(*node);
       blocks_.release(&from[i], pages);
@@ -89,6 +100,7 @@ void PromptCache::begin_move_in(std::span<const Address> given, std::span<const 
   const Pinnable before = pinnable();
   try {
     gather(given, pending);
+    check_none_on_disk(pending.addresses);
     check_quotas_since(before, {});
     name_room(into, pending);
   } catch (...) {
@@ -102,15 +114,21 @@ void PromptCache::finish_move_in(PendingSwapIn& pending) {
   redirect(pending);
   const Address* arrived = pending.to.data();
   std::vector<Address>& current = pending.addresses;
-  for (Address& address : current) address = in_dram(address) ? *arrived++ : address;
-  for (std::size_t i = 0; i < current.size(); ++i) {
-    PromptNode* node = node_of(current[i]);
-    const PromptNode* next = i + 1 < current.size() ? node_of(current[i + 1]) : nullptr;
+  for (Address& address : current) address = medium_of(address) == pending.source ? *arrived++ : address;
+  pin_all(pending);
+  counters_.swapped_in_blocks += pending.from.size();
+  pending.to.clear();  // the index's now
+}
+
+// For the caller: a pin on each page that no later page of the list covers.
+void PromptCache::pin_all(PendingSwapIn& pending) {
+  const std::vector<Address>& pages = pending.addresses;
+  for (std::size_t i = 0; i < pages.size(); ++i) {
+    PromptNode* node = node_of(pages[i]);
+    const PromptNode* next = i + 1 < pages.size() ? node_of(pages[i + 1]) : nullptr;
     const bool covered = next != nullptr && (next == node || next->parent == node);
     if (!covered) pending.held.push_back(index_.pin(node));
   }
-  counters_.swapped_in_blocks += pending.from.size();
-  pending.to.clear();  // the index's now
 }
 
 void PromptCache::cancel_move_in(PendingSwapIn& pending) noexcept {
@@ -132,16 +150,21 @@ void PromptCache::give_back(PendingSwapIn& pending, std::size_t keep) noexcept {
   pending.to.resize(keep);
 }
 
-// Where the page of a historical block lies now. If the block is in limbo, the page was swapped in after the holder of
-// this address had matched it, and the block's mark names the new block.
+// Where the page of a historical block lies now. If the block is in limbo, or a copy on DISK, the page was swapped in
+// after the holder of this address had matched it, and the block's mark names the new block: perhaps one that is in
+// limbo itself by now.
 Address PromptCache::page_of(Address address) const noexcept {
-  const BlockStore& blocks = blocks_.store_of(address);
-  const std::uint32_t block = block_of(address);
-  return blocks.tag(block) == CacheBlocks::kCacheTag ? blocks_.store(Medium::kHbm).address_of(blocks.mark(block))
-                                                     : address;
+  for (;;) {
+    const BlockStore& blocks = blocks_.store_of(address);
+    const std::uint32_t block = block_of(address);
+    if (blocks.tag(block) != CacheBlocks::kCacheTag) return address;
+    const std::uint32_t mark = blocks.mark(block);
+    address = blocks_.store(medium_of_mark(mark)).address_of(block_of_mark(mark));
+  }
 }
 
-// Checks the addresses, cuts nodes so that every run of them in DRAM is a separate node, and pins all their nodes.
+// Checks the addresses, cuts nodes so that every run of them in the source is a separate node, and pins all their
+// nodes.
 void PromptCache::gather(std::span<const Address> given, PendingSwapIn& pending) {
   std::vector<Address>& addresses = pending.addresses;
   addresses.assign(given.begin(), given.end());
@@ -167,7 +190,7 @@ void PromptCache::gather(std::span<const Address> given, PendingSwapIn& pending)
     const auto at = static_cast<std::uint32_t>(std::find(values, values + node->pages, addresses[i]) - values);
     std::uint32_t run = 1;  // addresses [i, i + run) are the node's pages [at, at + run)
     while (i + run < addresses.size() && at + run < node->pages && addresses[i + run] == values[at + run]) ++run;
-    if (in_dram(addresses[i])) {
+    if (medium_of(addresses[i]) == pending.source) {
       pending.from.insert(pending.from.end(), addresses.begin() + static_cast<std::ptrdiff_t>(i),
                           addresses.begin() + static_cast<std::ptrdiff_t>(i + run));
     }
@@ -203,12 +226,13 @@ void PromptCache::name_room(std::span<const Address> into, PendingSwapIn& pendin
   blocks_.give(into, {BlockState::kReserved, 0, 0});
 }
 
-// Where the pages lie now. Nodes have only been cut since: those in DRAM are whole nodes still.
+// Where the pages lie now. Nodes have only been cut since: those in the source are whole nodes still.
 void PromptCache::find_move_in(PendingSwapIn& pending) noexcept {
   pending.from.clear();
   for (Address& address : pending.addresses) {
     address = page_of(address);
-    if (in_dram(address)) pending.from.push_back(address);  // within the room: there are no more than before
+    if (medium_of(address) == pending.source)
+      pending.from.push_back(address);  // within the room: there are no more than before
   }
 }
 
@@ -233,6 +257,9 @@ void PromptCache::redirect(PendingSwapIn& pending) {
   for (std::size_t i = 0; i < from.size();) {
     PromptNode* node = node_of(from[i]);
     const std::uint32_t pages = node->pages;
+    if (copies_ != nullptr) [[unlikely]] {
+      for (std::uint32_t k = 0; k < pages; ++k) move_copy(from[i + k], pending.to[i + k]);
+    }
     index_.redirect(node, &pending.to[i]);
     placed(*node);
     if (node->payload.pins > 0) {
@@ -240,7 +267,7 @@ void PromptCache::redirect(PendingSwapIn& pending) {
       next_limbo->stamp = index_.tick();
       for (std::uint32_t k = 0; k < pages; ++k) {
         blocks_.set_tag(from[i + k], CacheBlocks::kCacheTag);
-        blocks_.set_mark(from[i + k], block_of(pending.to[i + k]));
+        blocks_.set_mark(from[i + k], mark_naming(pending.to[i + k]));
       }
       limbo_.push_back(std::move(*next_limbo++));
     } else {

@@ -1,10 +1,25 @@
 #include "kvpool/pool/peer_claims.h"
 
+#include <algorithm>
 #include <string>
 
 #include "kvpool/base/error.h"
 
 namespace kvpool {
+namespace {
+
+// Everything that reads blocks reads memory.
+void check_none_on_disk(std::span<const Address> addresses) {
+  const auto found = std::ranges::find(addresses, static_cast<std::uint32_t>(Medium::kDisk), medium_bits_of);
+  if (found == addresses.end()) return;
+  const auto position = static_cast<std::int64_t>(found - addresses.begin());
+  throw Error(ErrorCode::kUnsupported,
+              "address " + std::to_string(*found) + " (position " + std::to_string(position) +
+                  ") lies on DISK, where nothing can read it directly: bring it up with swap_in or match(into=...)",
+              {{"address", static_cast<std::int64_t>(*found)}, {"position", position}});
+}
+
+}  // namespace
 
 bool PeerClaims::take(std::size_t n, MediumChoice medium, BlockState to, std::uint64_t incarnation, std::uint32_t mark,
                       bool evict, Address* out) {
@@ -102,6 +117,7 @@ IndexHit PeerClaims::match(std::string_view name_space, const Token* tokens, std
 
 void PeerClaims::hold_for_reading(const Address* addresses, std::size_t n, std::uint64_t for_incarnation) {
   guard_.check();
+  check_none_on_disk({addresses, n});
   const SpaceLock lock = blocks_.lock();
   blocks_.hold_for_reading(addresses, n, for_incarnation);
   if (for_incarnation == 0) return;

@@ -1,4 +1,4 @@
-// Blocks on their way from DRAM to HBM, and their old blocks in limbo.
+// Blocks on their way up, from DRAM to HBM or from DISK to DRAM, and old blocks in limbo.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,9 @@ namespace kvpool {
 // happens in the pool, each page is where it was; or another swap_in was faster, and the old block is in limbo with a
 // mark that names the page's new block.
 struct PendingSwapIn {
-  std::vector<Address> addresses;  // of all pages, where they lie; at the end, in HBM
-  std::vector<Address> from;       // those in DRAM, in this order: whole nodes
+  Medium source = Medium::kDram;   // DRAM, from where pages go to HBM; or DISK, from where they go to DRAM
+  std::vector<Address> addresses;  // of all pages, where they lie
+  std::vector<Address> from;       // those in the source, in this order: whole nodes
   std::vector<Address> to;         // blocks reserved for them; empty at first
   bool into_named = false;         // `to` are the caller's blocks, which it gets back when the swap fails
   std::vector<IndexPin> pins;      // until the end
@@ -22,12 +23,19 @@ struct PendingSwapIn {
 };
 
 // Blocks that earlier pins may still read, after swap_in has given their page a new address. The mark of such a block
-// is the number of the HBM block where the page lies now: the same pins keep it there.
+// names the block where the page lies now (mark_naming): the same pins keep it there.
 struct Limbo {
   PromptNode* node;
   std::uint64_t stamp;      // pins taken before this may read the blocks
   std::uint32_t remaining;  // how many such pins are left
   std::vector<Address> blocks;
 };
+
+// A medium and a block number in a mark.
+inline constexpr std::uint32_t mark_naming(Address address) noexcept {
+  return medium_bits_of(address) << kBlockBits | block_of(address);
+}
+inline constexpr Medium medium_of_mark(std::uint32_t mark) noexcept { return static_cast<Medium>(mark >> kBlockBits); }
+inline constexpr std::uint32_t block_of_mark(std::uint32_t mark) noexcept { return mark & (kBlocksMax - 1); }
 
 }  // namespace kvpool

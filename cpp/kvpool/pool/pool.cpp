@@ -10,6 +10,7 @@
 #include "kvpool/blocks/cache_blocks.h"
 #include "kvpool/exec/executor.h"
 #include "kvpool/pool/cache_copies.h"
+#include "kvpool/pool/disk_tier.h"
 #include "kvpool/pool/peer_claims.h"
 #include "kvpool/pool/pool_allocator.h"
 #include "kvpool/pool/pool_memory.h"
@@ -38,12 +39,13 @@ std::uint32_t first_generation(const PoolOptions& options) {
 // Nothing is made of options that contradict each other.
 SpaceShare own_space(const PoolOptions& options) {
   checked(options);
-  return {std::make_shared<BlockSpace>(MediumMap<std::uint32_t>{options.blocks_in_hbm(), options.dram_blocks}), 1,
-          PoolMemory::make_arenas(options)};
+  const std::uint32_t on_disk = options.disk ? options.disk->blocks : 0;
+  return {std::make_shared<BlockSpace>(MediumMap<std::uint32_t>{options.blocks_in_hbm(), options.dram_blocks, on_disk}),
+          1, PoolMemory::make_arenas(options)};
 }
 
 const SpaceShare& checked(const SpaceShare& share) {
-  for (const Medium medium : kMedia) {
+  for (const Medium medium : {Medium::kHbm, Medium::kDram}) {  // blocks on DISK have no arena
     const std::uint32_t units = share.space->capacity(medium);
     const std::uint32_t blocks = share.block_units == 0 ? 0 : share.space->numbers(medium, share.block_units);
     if (share.arenas[medium] != nullptr && share.arenas[medium]->blocks() == blocks) continue;
@@ -64,11 +66,11 @@ Pool::Pool(const PoolOptions& options, SpaceShare share)
     : executor_(std::make_unique<Executor>([this](const Error& why) { fail(why); })),
       memory_(std::make_unique<PoolMemory>(options, checked(share).arenas, guard_, *executor_)),
       space_(std::move(share.space)),
-      blocks_(
-          std::make_unique<CacheBlocks>(*space_, CacheShape{share.block_units,
-                                                            share.pieces,
-                                                            {first_generation(options), first_generation(options), 1},
-                                                            options.engine_allocates})),
+      blocks_(std::make_unique<CacheBlocks>(
+          *space_, CacheShape{share.block_units,
+                              share.pieces,
+                              {first_generation(options), first_generation(options), first_generation(options)},
+                              options.engine_allocates})),
       cache_(std::make_unique<PromptCache>(*blocks_, options.layout.block_tokens, options.policy, options.audit)),
       moves_(std::make_unique<TierMoves>(*blocks_, *cache_, *memory_, guard_, *this, *executor_)),
       allocator_(std::make_unique<PoolAllocator>(*blocks_, *cache_, *moves_, *memory_, guard_, options.zero_on_alloc)),
@@ -78,11 +80,13 @@ Pool::Pool(const PoolOptions& options, SpaceShare share)
   claims_->set_lend_max(options.lend_max);
   if (share.pieces > 1) memory_->set_pieces(*blocks_);
   if (reclaimer_ != nullptr) reclaimer_->enter(*blocks_, *cache_, *moves_);
+  if (options.disk) disk_ = std::make_unique<DiskTier>(options, *blocks_, *cache_, *memory_, *moves_, guard_, *this);
 }
 
 Pool::~Pool() {
   if (guard_.in_child()) {
     // Another thread may have been in the middle of a change: they are left as they are.
+    static_cast<void>(disk_.release());
     static_cast<void>(moves_.release());
     static_cast<void>(cache_.release());
     static_cast<void>(blocks_.release());
@@ -96,6 +100,7 @@ void Pool::close() noexcept {
   moves_->refuse();
   guard_.tell_closing();  // before the memory goes: peers write here, and the threads of what serves them call
   moves_->close();
+  if (disk_ != nullptr) disk_->close();
   PoolMemory::Kept kept;  // goes after the locks
   {
     const TierMoves::Idle nobody_copies = moves_->idle();

@@ -8,6 +8,7 @@
 //        ├─ TierMoves       swaps and making room, which take longer than a step
 //        ├─ PoolAllocator   allocates blocks, if necessary after making room
 //        ├─ PeerClaims      the claims of peers on the blocks
+//        ├─ DiskTier        blocks on DISK, if there are any: the store, its writer, reads
 //        └─ Executor        exec/: the threads of the pool and of its service
 //
 // Locks: first those of TierMoves, then the space's. The short verbs take only the space's, and a thread that holds
@@ -47,6 +48,8 @@ class BlockSpace;
 class CacheBlocks;
 class CacheCopies;
 class DeviceOrder;
+class DiskTier;
+struct DiskTierStats;
 class Executor;
 class PeerClaims;
 class PoolAllocator;
@@ -118,13 +121,16 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool> {
   void block_table(const Address* addresses, std::size_t n, std::int32_t* out) const;
 
   bool zeroes_on_alloc() const noexcept;
-  // Takes n blocks if they are free; false if not. Throws kUnsupported for DISK, here and below.
+  // Takes n blocks if they are free; false if not. Throws kUnsupported for DISK, whose blocks nobody can use directly,
+  // here and below.
   bool try_alloc(std::size_t n, MediumChoice medium, Address* out);
   // The same, making room: HBM moves to DRAM, DRAM is dropped, the least recently used first. `after`: as in swap_out.
   // Throws kOutOfBlocks.
   void alloc_evicting(std::size_t n, MediumChoice medium, Address* out, const CallerStream& after = {});
   // Throws kUnsupported for DISK.
   static void check_kept(MediumChoice medium);
+  // Throws kUnsupported for DISK, unless the pool has blocks there.
+  void check_has(MediumChoice medium) const;
   [[noreturn]] void throw_out_of_blocks(std::size_t n, MediumChoice medium);
   // Counts an allocation that the application was refused for want of blocks.
   void note_failed_alloc() noexcept;
@@ -214,6 +220,16 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool> {
   // The memory is there again, at the same addresses, with any content. Throws kState unless it is suspended.
   void resume();
   bool suspended();
+  // --- blocks on DISK (pool_disk.cpp) ---
+
+  bool has_disk() const noexcept { return disk_ != nullptr; }
+  // As swap_in, with DRAM as the target: pages on DISK come to DRAM, and all others stay where they are.
+  std::vector<IndexPin> bring(std::span<const Address> addresses, Address* out);
+  std::shared_ptr<Swap> begin_bring(std::span<const Address> addresses);
+  // Documented in DiskTier. Throw kUnsupported without a disk.
+  std::size_t flush_disk(bool everything, const Waiting& waiting);
+  DiskTierStats disk_stats();
+
   // Whether HBM is on a GPU: then the CPU may not dereference its addresses.
   bool on_device() const noexcept;
   // What has to end before the GPU's content may be read: the work so far of this stream, or without one of the device.
@@ -257,6 +273,11 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool> {
 
  private:
   PoolStats stats_locked() noexcept;
+  DiskTier& disk() const;
+  bool reaches_disk(std::span<const Address> addresses) const noexcept;
+  std::vector<IndexPin> swap_in_from_disk(std::span<const Address> addresses, std::span<const Address> into,
+                                          Address* out, const CallerStream& after);
+  std::shared_ptr<Swap> begin_from_disk(std::span<const Address> addresses, const CallerStream& after, bool to_hbm);
   void check_instance(std::uint32_t instance) const;
 
   PoolGuard guard_;
@@ -273,6 +294,7 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool> {
   std::shared_ptr<SpaceReclaimer> reclaimer_;
   std::atomic<std::uint32_t> instance_{0};
   bool keeps_instance_ = false;  // under the space's lock: set_instance() was called
+  std::unique_ptr<DiskTier> disk_;
 };
 
 }  // namespace kvpool

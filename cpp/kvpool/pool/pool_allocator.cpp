@@ -15,7 +15,7 @@ constexpr std::int64_t kRetryAfterUs = 100'000;  // loans last long
 
 void PoolAllocator::check_kept(MediumChoice medium) {
   if (medium != Medium::kDisk) return;
-  throw Error(ErrorCode::kUnsupported, "no pool keeps blocks on DISK yet: ask for HBM, DRAM or MIXED");
+  throw Error(ErrorCode::kUnsupported, "nobody can use blocks on DISK directly: ask for HBM, DRAM or MIXED");
 }
 
 void PoolAllocator::check(MediumChoice medium) const {

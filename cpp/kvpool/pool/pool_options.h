@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "kvpool/arena/arena.h"
@@ -12,8 +14,11 @@
 #include "kvpool/blocks/layout.h"
 #include "kvpool/blocks/parallel.h"
 #include "kvpool/index/eviction_order.h"
+#include "kvpool/pool/disk_admission.h"
 
 namespace kvpool {
+
+class DiskDirectory;
 
 struct AdoptedMemory {
   std::uint32_t blocks = 0;
@@ -21,6 +26,20 @@ struct AdoptedMemory {
   std::shared_ptr<void> keepalive;
   int device = -1;                        // the GPU that it is on; -1: ordinary memory
   std::vector<TensorShape> tensors = {};  // whose memory the segments are; empty: only sizes are checked
+};
+
+// Blocks on disk: see disk_tier.h.
+struct DiskTierOptions {
+  std::uint32_t blocks = 0;  // at least 1
+  std::string path;          // a directory
+  // What the content of blocks depends on besides their size and tokens, as (name, value): layout, model, ...
+  std::vector<std::pair<std::string, std::string>> format = {};
+  DiskAdmission admission = DiskAdmission::kOnSecondUse;
+  std::uint64_t bytes_s = 0;                           // written at most; 0: no limit
+  std::uint64_t bytes_day = 0;                         // written at most; 0: no limit
+  std::int64_t timeout_ns = 30'000'000'000;            // of a read that a caller waits for
+  std::int64_t hang_ns = 10'000'000'000;               // I/O that takes longer switches the disk off
+  std::shared_ptr<DiskDirectory> directory = nullptr;  // of tests; null: that of the path
 };
 
 struct PoolOptions {
@@ -45,6 +64,7 @@ struct PoolOptions {
   std::uint32_t first_generation = 0;  // of the blocks; 0: unlike other pools'. For tests that replay bit by bit
   // Set for the scheduler of a logical instance: it counts and indexes blocks whose memory is in ranks.
   std::optional<Sharding> sharding;
+  std::optional<DiskTierOptions> disk;
 
   std::uint32_t blocks_in_hbm() const noexcept { return adopted_hbm ? adopted_hbm->blocks : hbm_blocks; }
   // The GPU that HBM is on; -1: none.

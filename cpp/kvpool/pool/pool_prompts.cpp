@@ -63,7 +63,7 @@ std::size_t Pool::erase(std::string_view name_space, const Token* tokens, std::s
 
 std::size_t Pool::evict(std::size_t n, MediumChoice medium) {
   guard();
-  PoolAllocator::check_kept(medium);
+  check_has(medium);
   return moves_->evict(n, medium);
 }
 
@@ -130,6 +130,9 @@ bool Pool::suspended() {
 std::vector<IndexPin> Pool::swap_in(std::span<const Address> addresses, std::span<const Address> into, Address* out,
                                     const CallerStream& after) {
   guard();
+  if (reaches_disk(addresses)) [[unlikely]] {
+    return swap_in_from_disk(addresses, into, out, after);
+  }
   return moves_->swap_in(addresses, into, out, after);
 }
 
@@ -165,6 +168,9 @@ std::shared_ptr<Swap> Pool::begin_swap_out(std::size_t n, const CallerStream& af
 std::shared_ptr<Swap> Pool::begin_swap_in(std::span<const Address> addresses, std::span<const Address> into,
                                           const CallerStream& after) {
   guard();
+  if (into.empty() && reaches_disk(addresses)) [[unlikely]] {
+    return begin_from_disk(addresses, after, /*to_hbm=*/true);
+  }
   return moves_->begin_swap_in(addresses, into, after);
 }
 

@@ -23,12 +23,19 @@ struct PoolCounters {
   std::uint64_t evicted_blocks = 0;
   std::uint64_t swapped_out_blocks = 0;
   std::uint64_t swapped_in_blocks = 0;
+  // Of a pool with a disk.
+  std::uint64_t matched_disk_tokens = 0;
+  std::uint64_t disk_written_blocks = 0;
+  std::uint64_t moved_to_disk_blocks = 0;  // evicted, and found on DISK from then on
+  std::uint64_t brought_blocks = 0;        // from DISK to DRAM
+  std::uint64_t lost_disk_blocks = 0;      // whose entries were damaged or gone when they were read
 };
 
 struct MediumCounts {
   std::uint32_t capacity = 0;
   std::array<std::uint32_t, kBlockStateCount> by_state{};
   std::uint32_t evictable = 0;  // of the historical ones: neither pinned nor being moved
+  std::uint32_t copies = 0;     // of the historical ones: copies on disk of pages that lie elsewhere
   std::uint32_t displaced = 0;  // of those without an owner: other caches of the space are in their way
   FreeRuns free_runs{};
 };

@@ -34,6 +34,11 @@ IndexHit PromptCache::match(std::string_view name_space, const Token* tokens, st
   };
   counters_.matched_dram_tokens +=
       static_cast<std::uint64_t>(std::count_if(out, out + hit.pages, in_dram)) * index_.page_tokens();
+  if (copies_ != nullptr && hit.pages > 0) [[unlikely]] {
+    const auto on_disk = std::ranges::count(out, out + hit.pages, Medium::kDisk, medium_of);
+    counters_.matched_disk_tokens += static_cast<std::uint64_t>(on_disk) * index_.page_tokens();
+    want(out[hit.pages - 1]);
+  }
   return hit;
 }
 
@@ -41,7 +46,10 @@ IndexHit PromptCache::match_for_peer(std::string_view name_space, const Token* t
                                      Address* out) {
   IndexHit hit = match_within(name_space, tokens, n_tokens, out);
   std::size_t local = 0;
-  while (local < hit.pages && blocks_.is_local(out[local]) && !blocks_.filling(out[local])) ++local;
+  const auto readable = [&](Address address) {
+    return blocks_.is_local(address) && medium_of(address) != Medium::kDisk && !blocks_.filling(address);
+  };
+  while (local < hit.pages && readable(out[local])) ++local;
   hit.pages = local;
   return hit;
 }
@@ -142,6 +150,10 @@ std::vector<InsertOutcome> PromptCache::insert(std::string_view name_space, std:
   for (const InsertOutcome& outcome : outcomes) {
     counters_.inserted_blocks += outcome.inserted;
     counters_.duplicate_blocks += outcome.duplicates.size();
+    if (copies_ != nullptr && copies_->admission() == DiskAdmission::kAlways && outcome.inserted > 0) {
+      const PromptNode& last = *outcome.pin.node;
+      want(last.payload.values[last.pages - 1]);
+    }
     if (free_duplicates && !outcome.duplicates.empty()) {
       blocks_.release(outcome.duplicates.data(), outcome.duplicates.size());
       counters_.freed_blocks += outcome.duplicates.size();
@@ -175,7 +187,8 @@ std::size_t PromptCache::erase(std::string_view name_space, const Token* tokens,
 // Counts what hangs below and goes too, of whatever medium.
 std::size_t PromptCache::evict(Medium medium, std::size_t n) noexcept {
   const std::uint64_t before = dropped_blocks_;
-  const std::size_t evicted = index_.evict(value_class_of(medium), n);
+  const std::size_t evicted = copies_ != nullptr && medium != Medium::kDisk ? evict_keeping_copies(medium, n)
+                                                                            : index_.evict(value_class_of(medium), n);
   counters_.evicted_blocks += dropped_blocks_ - before;
   return evicted;
 }
@@ -270,6 +283,15 @@ void PromptCache::placed(PromptNode& node) noexcept {
 
 void PromptCache::dropped(const Address* values, std::size_t n) noexcept {
   if (!blocks_.is_local(values[0])) return;  // values of one node are of one class
+  if (copies_ != nullptr) [[unlikely]] {
+    for (std::size_t i = 0; i < n; ++i) {
+      if (medium_of(values[i]) == Medium::kDisk) {
+        copies_->erase(block_of(values[i]));
+      } else if (copies_->slot_of(values[i]) != DiskCopies::kNone) {
+        drop_copy(values[i]);
+      }
+    }
+  }
   dropped_blocks_ += n;
   if (node_of(values[0])->payload.forgotten) {
     for (std::size_t i = 0; i < n; ++i) blocks_.set_filling(values[i], false);  // what was never filled (A17)

@@ -15,6 +15,7 @@
 //        insertion covers it until filled() has been called for all of its blocks. So it is not evicted, moved or given
 //        away meanwhile; and no reader and no peer gets it. If it was forgotten before filled(), nobody knows whether
 //        its content ever came: it stays unreadable, with the mark kNeverFilled, until its last pin goes.
+//   A18 to A20, of a pool with a disk, are in disk_copies.h.
 //
 // Thread-safety: none; callers hold the lock of the space. Every method that throws has changed nothing.
 #pragma once
@@ -31,10 +32,18 @@
 #include "kvpool/blocks/cached_blocks.h"
 #include "kvpool/index/prompt_index.h"
 #include "kvpool/pool/cache_results.h"
+#include "kvpool/pool/disk_copies.h"
 #include "kvpool/pool/pending_swap_in.h"
 #include "kvpool/pool/pool_stats.h"
 
 namespace kvpool {
+
+// Which pages of a prompt to write to disk.
+struct DiskChoice {
+  std::size_t most = 0;     // pages
+  bool everything = false;  // also what the admission policy does not admit
+  bool from_hbm = true;     // the CPU can read HBM
+};
 
 // An insertion of blocks whose content is still to come.
 struct Fill {
@@ -140,6 +149,37 @@ class PromptCache final : private IndexObserver, private CachedBlocks {
   // Gives back all destinations but the first `keep`: to the caller, if it named them.
   void give_back(PendingSwapIn& pending, std::size_t keep) noexcept;
 
+  // --- copies on disk (cache_disk.cpp) ---
+
+  // From now on pages have copies on disk, which `copies` knows, and what is evicted goes on being found there.
+  // REQUIRES: `copies` outlives this, or forget_disk() is called before.
+  void use_disk(DiskCopies& copies) noexcept { copies_ = &copies; }
+  bool has_disk() const noexcept { return copies_ != nullptr; }
+  // Chooses the first pages without a copy of the prompt that ends with this page, and reserves slots for them, making
+  // room by dropping the coldest pages that lie on DISK. Empty without such pages, or if the prompt is gone.
+  // REQUIRES: has_disk(). Throws std::bad_alloc.
+  DiskPages begin_disk_write(Address last, const DiskChoice& choice);
+  // They were written, or not. Returns how many pages have a copy now; pages that are gone need none.
+  std::size_t finish_disk_write(const DiskPages& write, const std::vector<bool>& written) noexcept;
+  // The last pages of what begin_disk_write() could choose from.
+  std::vector<Address> ends_without_copies() const;
+  // Checks everything and pins the pages, of which those on DISK are to come to DRAM.
+  void begin_bring(std::span<const Address> given, PendingSwapIn& pending);
+  // The bytes have arrived in `to`, one for each of `from`: points the index at them, and pins the pages for the
+  // caller. Their slots are copies from now on, so old addresses stay good.
+  void finish_bring(PendingSwapIn& pending);
+  // Of the entry in this slot, as the store knows it; 0 without a disk.
+  std::uint32_t disk_generation(Address slot) const noexcept;
+  // The entry of this page is damaged or gone: drops the page and what continues it. REQUIRES: nothing is being moved
+  // to DRAM.
+  std::size_t lose(Address slot);
+  // Stores pages that were found on disk. Pages that are cached keep their addresses, which `canonical` gets.
+  void recover(std::string_view name_space, std::span<const Token> tokens, std::span<const Address> slots,
+               std::span<Address> canonical);
+  // Drops everything that lies on DISK, and all copies: the disk is not used any more. REQUIRES: nothing is being moved
+  // to DRAM. Throws std::bad_alloc.
+  void forget_disk();
+
   // --- state (cache_audit.cpp) ---
 
   // How often HBM blocks have changed owners.
@@ -189,7 +229,21 @@ class PromptCache final : private IndexObserver, private CachedBlocks {
   void name_room(std::span<const Address> into, PendingSwapIn& pending);
   void redirect(PendingSwapIn& pending);
   void renew(std::vector<Address>& addresses) const noexcept;
+  void pin_all(PendingSwapIn& pending);
   Address page_of(Address address) const noexcept;
+
+  Address slot_address(std::uint32_t slot) const noexcept;
+  void want(Address last) noexcept;
+  PromptNode* node_if_cached(Address address) const noexcept;
+  template <class Visit>
+  void for_each_to_write(PromptNode* end, std::size_t most, const DiskChoice& choice, Visit&& visit) const;
+  void set_copy(Address page, Address slot) noexcept;
+  void drop_copy(Address page) noexcept;
+  void drop_copies(const PromptNode& node) noexcept;
+  void move_copy(Address from, Address to) noexcept;
+  std::size_t evict_keeping_copies(Medium medium, std::size_t n) noexcept;
+  std::size_t leave_to_copies(PromptNode* node) noexcept;
+  void audit_copies() const;
 
   void placed(PromptNode& node) noexcept override;
   void dropped(const Address* values, std::size_t n) noexcept override;
@@ -206,6 +260,7 @@ class PromptCache final : private IndexObserver, private CachedBlocks {
   std::uint64_t dropped_blocks_ = 0;  // by the index, for whatever reason
   std::uint32_t move_stamp_ = 0;      // marks cached blocks, while a list is checked for duplicates
   bool ended_ = false;                // end() was called
+  DiskCopies* copies_ = nullptr;      // null: no disk
 };
 
 }  // namespace kvpool

@@ -243,6 +243,36 @@ std::shared_ptr<Swap> TierMoves::begin_swap_in(std::span<const Address> addresse
   return swap;
 }
 
+std::shared_ptr<Swap> TierMoves::begin_from_disk(const CallerStream& after, bool to_hbm,
+                                                 std::function<Brought(Swap&)> bring, std::function<void()> never) {
+  auto swap = make_swap(after);
+  swaps_->run(TierWay::kIn, swap, [this, swap, to_hbm, bring = std::move(bring), never = std::move(never)]() mutable {
+    Brought brought;
+    PendingSwapIn pending;
+    bool began = false;
+    const auto failure = carry_out(guard_, *swap, [&] {
+      began = true;
+      brought = bring(*swap);
+      if (!to_hbm) return swap->begin();
+      check_swap_in(brought.first, {}, pending);
+      finish_swap_in(pending, MoveOrder(*swap));
+    });
+    if (!began) never();
+    bring = nullptr;
+    never = nullptr;
+    const bool kept = !failure && !to_hbm;
+    if (!kept) pins_.unpin(brought.second.data(), brought.second.size());
+    if (failure) {
+      swap->fail(*failure);
+    } else if (to_hbm) {
+      swap->succeed(std::move(pending.addresses), std::move(pending.held));
+    } else {
+      swap->succeed(std::move(brought.first), std::move(brought.second));
+    }
+  });
+  return swap;
+}
+
 // --- copies ---
 
 void TierMoves::copy(TierWay way, std::span<const Address> from, std::span<const Address> to, const CopyOrder& order) {

@@ -25,6 +25,7 @@
 #include <memory>
 #include <mutex>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "kvpool/base/wait.h"
@@ -75,6 +76,13 @@ class TierMoves {
   std::shared_ptr<Swap> begin_swap_out(std::size_t n, const CallerStream& after);
   std::shared_ptr<Swap> begin_swap_in(std::span<const Address> addresses, std::span<const Address> into,
                                       const CallerStream& after);
+
+  // For pages of which some are on DISK. `bring`, in a thread of the pool, brings those to DRAM, and returns where all
+  // of them lie and the pins on them; with `to_hbm` they go to HBM then. Does not call it when the swap was stopped
+  // before, but `never`.
+  using Brought = std::pair<std::vector<Address>, std::vector<IndexPin>>;
+  std::shared_ptr<Swap> begin_from_disk(const CallerStream& after, bool to_hbm, std::function<Brought(Swap&)> bring,
+                                        std::function<void()> never);
 
   // --- HBM that the engine takes back (tier_suspend.cpp): documented in Pool ---
 

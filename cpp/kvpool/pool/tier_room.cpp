@@ -110,7 +110,7 @@ bool TierMoves::ask_others(std::unique_lock<std::mutex>& reclaim, SpaceLock& loc
 std::size_t TierMoves::evict(std::size_t n, MediumChoice medium) {
   const auto reclaim = reclaiming();
   std::size_t dropped = 0;
-  for (const Medium tier : {Medium::kDram, Medium::kHbm}) {
+  for (const Medium tier : {Medium::kDisk, Medium::kDram, Medium::kHbm}) {
     if (!medium.includes(tier)) continue;
     for (bool more = true; more && dropped < n;) {
       const SpaceLock lock = blocks_.lock();

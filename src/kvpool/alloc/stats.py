@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from kvpool import _core
+from kvpool.alloc.disk import DiskStats, disk_stats_of
 
 __all__ = ["ArenaInfo", "MediumStats", "NcclCost", "PoolStats", "stats_of"]
 
@@ -73,13 +74,14 @@ class PoolStats:
     Attributes:
         hbm: Blocks of the device tier.
         dram: Blocks of the host tier.
+        disk: Blocks on disk; None for a pool without.
         allocated_blocks: Blocks allocated by callers.
         freed_blocks: Blocks freed by callers.
         failed_allocations: Calls of alloc, of blocks of this pool, that raised OutOfBlocks.
         match_calls: Calls of match.
         requested_tokens: Tokens that matches asked for.
         matched_tokens: Tokens that matches found.
-        matched_dram_tokens: Of these, the tokens in DRAM blocks; the others were in HBM.
+        matched_dram_tokens: Of these, the tokens in DRAM blocks; the others were in HBM, or on DISK.
         inserted_blocks: Blocks newly stored in the index.
         duplicate_blocks: Blocks given to insert whose page was cached before.
         evicted_blocks: Cached blocks that were dropped to make room, or by evict.
@@ -100,6 +102,7 @@ class PoolStats:
 
     hbm: MediumStats
     dram: MediumStats
+    disk: DiskStats | None
     allocated_blocks: int
     freed_blocks: int
     failed_allocations: int
@@ -148,10 +151,16 @@ class ArenaInfo:
     device: str
 
 
-def stats_of(raw: dict[str, Any], gpu: int) -> PoolStats:
-    """Makes PoolStats from the core's counters, and of what is known of the pool's GPU; -1: none."""
+def stats_of(raw: dict[str, Any], gpu: int, store: dict[str, Any] | None) -> PoolStats:
+    """Makes PoolStats from the core's counters, and of what is known of the pool's GPU; -1: none.
+
+    `store`: what the store on disk says; None without one.
+    """
     fields = dict(raw)
     hbm = MediumStats(**cast("dict[str, int]", fields.pop("hbm")))
     dram = MediumStats(**cast("dict[str, int]", fields.pop("dram")))
+    disk = disk_stats_of(fields.pop("disk"), store)
     nccl = NcclCost(*_core.nccl_cost(gpu)) if gpu >= 0 else None
-    return PoolStats(hbm=hbm, dram=dram, kernel_piece_bytes=_core.kernel_piece_bytes(gpu), nccl=nccl, **fields)
+    return PoolStats(
+        hbm=hbm, dram=dram, disk=disk, kernel_piece_bytes=_core.kernel_piece_bytes(gpu), nccl=nccl, **fields
+    )

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import re
+import tempfile
 from importlib import metadata
 from typing import Any
 
@@ -14,8 +15,10 @@ import numpy as np
 
 from kvpool import _core, config
 from kvpool.cli import cuda
-from kvpool.errors import Unsupported
+from kvpool.errors import Error, Unsupported
+from kvpool.pool import Pool
 from kvpool.transfer.libraries import ucx_library
+from kvpool.types import RawLayout
 
 
 def add_parser(commands: Any) -> None:
@@ -47,6 +50,7 @@ def collect() -> dict[str, Any]:
         "cuda": cuda.collect(build),
         "ucx": _ucx(loaded.settings.ucx),
         "nccl": cuda.collect_nccl(loaded.settings.nccl),
+        "disk": _disk(),
         "object_storage": _object_storage(),
         "config_file": str(loaded.file) if loaded.file else None,
         "settings": config.describe(loaded),
@@ -64,6 +68,28 @@ def _ucx(setting: str) -> dict[str, Any]:
     except Unsupported as error:
         facts["error"] = str(error)
     return facts
+
+
+def _disk() -> dict[str, Any]:
+    """How a pool in the folder for temporary files would read and write its disk; `error` says why it would not."""
+    facts: dict[str, Any] = {"engine": None, "direct": None, "folder": tempfile.gettempdir(), "error": None}
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="kvpool-info-") as folder,
+            Pool(RawLayout(4096), dram_blocks=1, disk_blocks=1, disk_path=os.path.join(folder, "kv")) as pool,
+        ):
+            disk = pool.stats().disk
+            if disk is not None:
+                facts.update(engine=disk.engine, direct=disk.direct)
+    except (Error, OSError) as error:
+        facts["error"] = str(error)
+    return facts
+
+
+def _disk_text(facts: dict[str, Any]) -> str:
+    if facts["engine"] is None:
+        return str(facts["error"])
+    return f"{facts['engine']}, {'O_DIRECT' if facts['direct'] else 'no O_DIRECT'} in {facts['folder']}"
 
 
 def _object_storage() -> dict[str, Any]:
@@ -102,6 +128,7 @@ def _text(facts: dict[str, Any]) -> str:
         ("memory", f"{machine['memory_available_bytes'] / 2**30:.1f} GiB available, by {machine['memory_limit']}"),
         ("UCX", _ucx_text(facts["ucx"])),
         ("NCCL", cuda.nccl_text(facts["nccl"])),
+        ("disk", _disk_text(facts["disk"])),
         ("object storage", _object_storage_text(facts["object_storage"])),
         ("settings file", facts["config_file"] or "none"),
     ]

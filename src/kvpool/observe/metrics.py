@@ -21,7 +21,7 @@ from wsgiref.simple_server import WSGIServer
 from kvpool._core import __version__
 from kvpool.errors import ArgumentError, ArgumentTypeError, ClosedError, StateError
 from kvpool.peers import PeerInfo
-from kvpool.pool import MediumStats, Pool, PoolStats
+from kvpool.pool import DiskStats, MediumStats, Pool, PoolStats
 from kvpool.transfer import TransferTotals
 
 try:
@@ -66,6 +66,23 @@ _COUNTERS: Final = (
     ("kvpool_evicted_blocks", "Cached blocks that were dropped.", "evicted_blocks"),
     ("kvpool_swapped_out_blocks", "Cached blocks moved from HBM to DRAM.", "swapped_out_blocks"),
     ("kvpool_swapped_in_blocks", "Cached blocks moved from DRAM to HBM.", "swapped_in_blocks"),
+)
+_DISK_GAUGES: Final = (
+    ("kvpool_disk_capacity_blocks", "Blocks on disk there are.", "capacity"),
+    ("kvpool_disk_used_blocks", "Blocks on disk with content.", "used"),
+    ("kvpool_disk_copies", "Of these, copies of blocks that lie in memory.", "copies"),
+    ("kvpool_disk_recovered_blocks", "Blocks that were found on disk when the pool was made.", "recovered_blocks"),
+)
+_DISK_COUNTERS: Final = (
+    ("kvpool_disk_written_blocks", "Blocks written to disk.", "written_blocks"),
+    ("kvpool_disk_moved_blocks", "Blocks evicted from memory that are found on disk since.", "moved_blocks"),
+    ("kvpool_disk_brought_blocks", "Blocks brought from disk to DRAM.", "brought_blocks"),
+    ("kvpool_disk_lost_blocks", "Blocks found damaged or gone on disk.", "lost_blocks"),
+    ("kvpool_disk_corrupt_blocks", "Reads from disk whose checksum was wrong.", "corrupt_blocks"),
+    ("kvpool_disk_read_errors", "Reads that the drive failed.", "read_errors"),
+    ("kvpool_disk_write_errors", "Writes that the drive failed.", "write_errors"),
+    ("kvpool_disk_read_bytes", "Bytes read from the drive.", "read_bytes"),
+    ("kvpool_disk_written_bytes", "Bytes written to the drive.", "written_bytes"),
 )
 _PEER_GAUGES: Final = (
     ("kvpool_peer_lent_blocks", "Blocks of this pool that a peer has borrowed.", "lent_blocks"),
@@ -248,10 +265,14 @@ def _add_stats(families: _Families, pool_name: str, stats: PoolStats) -> None:
         families.gauge(name, text, [pool_name], getattr(stats, field))
     for name, text, field in _COUNTERS:
         families.counter(name, text, [pool_name], getattr(stats, field))
-    cached = {"hbm": stats.matched_tokens - stats.matched_dram_tokens, "dram": stats.matched_dram_tokens}
+    on_disk = {} if stats.disk is None else {"disk": stats.disk.matched_tokens}
+    in_hbm = stats.matched_tokens - stats.matched_dram_tokens - sum(on_disk.values())
+    cached = {"hbm": in_hbm, "dram": stats.matched_dram_tokens, **on_disk}
     for medium, tokens in cached.items():
         text = "Of these, the tokens that were cached, by the medium of their blocks."
         families.counter("kvpool_match_cached_tokens", text, [pool_name, medium], tokens, "medium")
+    if stats.disk is not None:
+        _add_disk(families, pool_name, stats.disk)
     if stats.nccl is not None:
         text = "Communicators of NCCL on the pool's GPU, of all pools of the process."
         families.gauge("kvpool_nccl_communicators", text, [pool_name], stats.nccl.communicators)
@@ -280,6 +301,15 @@ def _add_membership(families: _Families, pool_name: str, pool: Pool) -> None:
     families.counter("kvpool_leases_lost", "How often this pool has lost its lease.", [pool_name], seen["leases_lost"])
     text = "Renewals of this pool's lease that etcd has not answered."
     families.counter("kvpool_lease_renewals_failed", text, [pool_name], seen["renewals_failed"])
+
+
+def _add_disk(families: _Families, pool_name: str, disk: DiskStats) -> None:
+    text = "1 since the drive has failed and the disk is switched off."
+    families.gauge("kvpool_disk_off", text, [pool_name], float(disk.state == "off"))
+    for name, text, field in _DISK_GAUGES:
+        families.gauge(name, text, [pool_name], getattr(disk, field))
+    for name, text, field in _DISK_COUNTERS:
+        families.counter(name, text, [pool_name], getattr(disk, field))
 
 
 def _add_peers(families: _Families, pool_name: str, peers: list[PeerInfo], peers_max: int) -> None:

@@ -9,7 +9,7 @@ __all__ = ["DISK", "DRAM", "HBM", "MIXED", "Medium"]
 
 
 class Medium(IntEnum):
-    """A kind of memory for blocks. No pool has blocks on `DISK` yet: asking for them raises `Unsupported`."""
+    """A kind of memory for blocks. Blocks on `DISK` cannot be allocated: what is evicted goes there."""
 
     HBM = 1
     DRAM = 2

@@ -58,4 +58,8 @@ class SettingArguments(TypedDict, total=False):
     lend_max: int | None
     viewed_max: int | None
     received_max: int | None
+    disk_admission: Literal["second-use", "always"] | None
+    disk_bytes_s: int | None
+    disk_bytes_day: int | None
+    disk_hang_s: float | None
     attend_lent_max: int | None

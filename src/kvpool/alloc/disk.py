@@ -1,0 +1,120 @@
+"""Blocks on disk: the options of a pool for the core, and its statistics."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from kvpool.config import Settings
+from kvpool.errors import ArgumentError, ArgumentTypeError
+from kvpool.types import Layout, RawLayout
+
+__all__ = ["DiskStats", "DiskWarning", "disk_options", "disk_stats_of"]
+
+
+class DiskWarning(UserWarning):
+    """The disk of a pool has failed and is switched off. Nothing on it is cached any more; the pool goes on without."""
+
+
+@dataclass(frozen=True)
+class DiskStats:
+    """Blocks on disk, and what their store has done since the pool was made.
+
+    Attributes:
+        capacity: All blocks: slots in the file.
+        free: Free ones.
+        used: Those with content: pages that lie there, and copies.
+        copies: Of these, copies of blocks that lie in HBM or DRAM.
+        evictable: Pages that lie there alone and that nothing pins.
+        path: The directory.
+        engine: How the drive is read and written: "io_uring" or "threads".
+        direct: Whether past the page cache (O_DIRECT); False where the file system refuses that.
+        state: "on"; or "off", since the drive has failed.
+        reason: Why it is off.
+        recovered_blocks: Pages that were found when the pool was made.
+        matched_tokens: Tokens that matches found on DISK.
+        written_blocks: Blocks that were written.
+        moved_blocks: Blocks that were evicted from memory, and were found on DISK from then on.
+        brought_blocks: Blocks that came from DISK to DRAM.
+        lost_blocks: Blocks that were found damaged or gone when they were read, and are cached no more.
+        corrupt_blocks: Of these, and of others, the reads whose checksum was wrong.
+        read_errors: Reads that the drive failed.
+        write_errors: Writes that the drive failed.
+        read_bytes: Read from the drive, with padding.
+        written_bytes: Written to the drive, with padding.
+        written_bytes_today: Content written since the day of the setting ``disk_bytes_day`` began.
+    """
+
+    capacity: int
+    free: int
+    used: int
+    copies: int
+    evictable: int
+    path: str
+    engine: str
+    direct: bool
+    state: str
+    reason: str
+    recovered_blocks: int
+    matched_tokens: int
+    written_blocks: int
+    moved_blocks: int
+    brought_blocks: int
+    lost_blocks: int
+    corrupt_blocks: int
+    read_errors: int
+    write_errors: int
+    read_bytes: int
+    written_bytes: int
+    written_bytes_today: int
+
+
+_CoreOptions = tuple[int, str, list[tuple[str, str]], str, int, int, float]
+
+
+def disk_options(
+    blocks: int, path: str | os.PathLike[str] | None, layout: Layout, settings: Settings
+) -> _CoreOptions | None:
+    """As the core takes them; None without a disk.
+
+    Args:
+        blocks: How many blocks; 0 without a disk.
+        path: The directory.
+        layout: Of the blocks.
+        settings: Those of the pool.
+
+    Raises:
+        ArgumentError: One of `blocks` and `path` without the other, or out of range.
+        ArgumentTypeError: A value of the wrong type.
+    """
+    if isinstance(blocks, bool) or not isinstance(blocks, int):
+        raise ArgumentTypeError(f"disk_blocks must be an int, not {type(blocks).__name__}")
+    if path is not None and not isinstance(path, str | os.PathLike):
+        raise ArgumentTypeError(f"disk_path must be a str or a path, not {type(path).__name__}")
+    if blocks == 0 and path is None:
+        return None
+    if path is None or not 1 <= blocks <= 1 << 24:
+        raise ArgumentError(
+            f"disk_blocks is {blocks}, from 1 to {1 << 24} with a disk_path: a pool has both or neither", value=blocks
+        )
+    place = os.path.abspath(os.fspath(path))
+    return (
+        blocks, place, _format_of(layout, settings.model), settings.disk_admission, settings.disk_bytes_s,
+        settings.disk_bytes_day, settings.disk_hang_s,
+    )  # fmt: skip
+
+
+def _format_of(layout: Layout, model: str) -> list[tuple[str, str]]:
+    """What the bytes of a block depend on; not `order`, which changes only how memory keeps them."""
+    if isinstance(layout, RawLayout):
+        shape = [("layout", "raw")]
+    else:
+        names = ("layers", "kv_heads", "head_dim", "dims", "pages")
+        shape = [("layout", "kv"), *((name, str(getattr(layout, name))) for name in names)]
+    return [("format", "1"), *shape, ("dtype", layout.dtype), ("model", model)]
+
+
+def disk_stats_of(blocks: dict[str, Any], store: dict[str, Any] | None) -> DiskStats | None:
+    """Makes DiskStats of what the core counts; None without a disk."""
+    return None if store is None else DiskStats(**blocks, **store)

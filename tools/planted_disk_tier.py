@@ -1,0 +1,46 @@
+"""Bugs of blocks on disk, for `make planted`."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tools.planted_kit import Bug, in_cpp
+
+__all__ = ["DISK_TIER_BUGS"]
+
+_TESTS: Final = ("pool_disk_test.cpp",)
+
+DISK_TIER_BUGS: Final = (
+    Bug(
+        "disk-budget-of-some-writers",
+        "pool",
+        "what flush() writes is left out of the budget: a drive is written to faster than it may be",
+        in_cpp(
+            "pool/disk_tier.cpp",
+            "  budget_.charge(n * block_bytes_, now);\n",
+            "  if (n == 1) budget_.charge(block_bytes_, now);\n",
+        ),
+        _TESTS,
+    ),
+    Bug(
+        "copy-left-behind-by-a-swap",
+        "pool",
+        "a page that moves to HBM leaves its copy on disk to the block's next owner, whose content is then lost (A19)",
+        in_cpp("pool/cache_moves.cpp", "move_copy(from[i + k], pending.to[i + k]);", "static_cast<void>(k);"),
+        _TESTS,
+    ),
+    Bug(
+        "dropped-pages-stay-on-disk",
+        "pool",
+        "deleted prompts are there again after a restart",
+        in_cpp("pool/disk_copies.h", "erased_.push_back({slot, generations_[slot]});", "static_cast<void>(slot);"),
+        _TESTS,
+    ),
+    Bug(
+        "damaged-block-is-served",
+        "pool",
+        "a block whose checksum is wrong is given out as good, with whatever was in memory",
+        in_cpp("pool/disk_reads.cpp", "if (status == DiskStatus::kOk) continue;", "if (batch.size() > 0) continue;"),
+        _TESTS,
+    ),
+)
