@@ -1,6 +1,7 @@
 // Loss of power and kills at every point: what was acknowledged is there, with its bytes, and nothing else.
 #include <doctest/doctest.h>
 
+#include <cerrno>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -13,6 +14,7 @@
 #include "fuzz_seeds.h"
 #include "kvpool/base/failure.h"
 #include "power_disk.h"
+#include "thrown.h"
 
 namespace kvpool::testing {
 namespace {
@@ -232,6 +234,26 @@ TEST_CASE("a store on disk has what was acknowledged after a loss of power at an
   }
   CHECK(crashes > 0);
   MESSAGE(crashes << " losses of power");
+}
+
+// The killed process had written the lock's text, and the next one took it for durable.
+TEST_CASE("a kill and then a loss of power while a store on disk is made leave what can be made again") {
+  const DiskOptions options = disk_options("memory", 2, 5000);
+  const auto opens = [&](const std::shared_ptr<PowerDisk>& disk) {
+    return !error_of([&] { SteppedStore store(options, disk); });
+  };
+  Dice dice(7);
+  const auto first = std::make_shared<PowerDisk>();
+  first->fault = [](PowerDisk::Call call, const std::string& name) {
+    return call == PowerDisk::Call::kFlush && name == "kvpool.lock" ? EIO : 0;
+  };
+  CHECK_FALSE(opens(first));
+  const std::shared_ptr<PowerDisk> second = first->after_kill();
+  second->changed = [&] {
+    for (int i = 0; i < 20; ++i) CHECK(opens(second->after_power_loss(dice)));
+  };
+  CHECK(opens(second));
+  second->changed = nullptr;
 }
 
 }  // namespace

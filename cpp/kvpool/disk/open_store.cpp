@@ -92,13 +92,15 @@ void take_lock(const DiskOptions& options, DiskDirectory& directory) {
   }
   require_done(error, "cannot lock the store on disk");
   const std::string found = content_of(directory, kLock);
-  if (found == kLockText) return;
   names = names_in(directory);
+  if (found == kLockText && has(names, kStore)) return;
   // Loss of power may leave a part of the text, and zeros, in a directory where nothing else was made yet.
   const std::string_view written = std::string_view(found).substr(0, found.find('\0'));
   const bool unmade = kLockText.substr(0, written.size()) == written &&
                       found.find_first_not_of('\0', written.size()) == std::string::npos;
-  if (names.size() != 1 || !unmade) throw_foreign(options, "kvpool.lock was not written by kvpool");
+  if (found != kLockText && (names.size() != 1 || !unmade))
+    throw_foreign(options, "kvpool.lock was not written by kvpool");
+  // A killed process may have written it without making it durable.
   std::unique_ptr<DiskFile> file;
   require_done(directory.open(kLock, DiskOpen::kThere, file), "cannot open the lock file");
   const auto* const text = reinterpret_cast<const std::byte*>(kLockText.data());
