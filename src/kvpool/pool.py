@@ -5,16 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
 from kvpool import _core
-from kvpool.alloc.disk import DiskStats, DiskWarning, disk_options
+from kvpool.alloc.disk import DiskLog, DiskStats, DiskWarning, disk_options
 from kvpool.alloc.kv_view import kv_view
 from kvpool.alloc.refusals import explained
-from kvpool.alloc.stats import ArenaInfo, MediumStats, PoolStats, stats_of
+from kvpool.alloc.stats import ArenaInfo, MediumStats, PoolStats, stats_of, tiers_text
 from kvpool.arguments import flag_from
 from kvpool.cluster import Cluster, Role
 from kvpool.config import Settings, check_names, load
@@ -164,9 +163,7 @@ class Pool(NetworkedPool):
                 disk=disk,
                 **options,
             )
-        self._warned_of_disk = False
-        if disk is not None:
-            self._say_disk()
+        self._disk_log = DiskLog(self._disk_stats())
         self._gpu = ordinal_of(device_name := self.arena(HBM).device)
         bounds = _core.kernel_piece_bytes(self._gpu)
         if bounds is not None:
@@ -272,7 +269,8 @@ class Pool(NetworkedPool):
             StateError: The medium is adopted memory: use the engine's tensors. Or the memory is in ranks.
         """
         medium = one_medium(medium)
-        blocks = self._rows(medium)
+        stats = self.stats()
+        blocks = stats.hbm.capacity if medium == HBM else stats.dram.capacity
         layout = self.kv_layout
         if self._parallel is not None:
             raise StateError("the memory of a logical instance is its ranks': see RankArena.tensor")
@@ -283,36 +281,13 @@ class Pool(NetworkedPool):
         shape, strides = kv_view(layout, blocks, self._block_stride)
         return self._view(int(medium), shape, strides, layout.dtype)
 
-    def _rows(self, medium: int) -> int:
-        """How many numbers blocks of HBM or DRAM can have: the first extent of `tensor`."""
-        stats = self.stats()
-        return stats.hbm.capacity if medium == HBM else stats.dram.capacity
-
     def arena(self, medium: OneMedium) -> ArenaInfo:
         """The size, kind and device of a medium's memory."""
         return ArenaInfo(**self._arena(int(one_medium(medium))))
 
     def stats(self) -> PoolStats:
         """The state of every block and the counters, at one moment."""
-        return stats_of(self._stats(), self._gpu, self._store_stats())
-
-    def _store_stats(self) -> dict[str, Any] | None:
-        """What the store on disk says. Warns, once, when it is off."""
-        store = self._disk_stats()
-        if store is not None and store["state"] == "off" and not self._warned_of_disk:
-            self._warned_of_disk = True
-            text = f"the disk at {store['path']} is switched off: {store['reason']}; the pool goes on without it"
-            _log.warning("%s", text)
-            warnings.warn(text, DiskWarning, stacklevel=3)
-        return store
-
-    def _say_disk(self) -> None:
-        store = self._disk_stats()
-        if store is not None:
-            _log.info(
-                "blocks on disk at %s: %d found, by %s%s", store["path"], store["recovered_blocks"], store["engine"],
-                "" if store["direct"] else ", through the page cache",
-            )  # fmt: skip
+        return stats_of(self._stats(), self._gpu, self._disk_log.seen(self._disk_stats()))
 
     def audit(self) -> PoolStats:
         """Checks every invariant of the allocator and the index, and returns the stats.
@@ -320,7 +295,7 @@ class Pool(NetworkedPool):
         Visits every block and node. Raises AuditError when an invariant is broken: a bug in kvpool, or overwritten
         memory.
         """
-        return stats_of(self._audit(), self._gpu, self._store_stats())
+        return stats_of(self._audit(), self._gpu, self._disk_log.seen(self._disk_stats()))
 
     def suspend(self, *, keep: bool = True, timeout: float | None = None, stream: Any = None) -> int:
         """Gives HBM back to the engine until `resume`: for an engine that sleeps, and unmaps its memory. Thread-safe.
@@ -417,14 +392,7 @@ class Pool(NetworkedPool):
             return "<Pool that was not made>"
         if self.closed:
             return "<Pool closed>"
-        stats = self.stats()
-        tiers = (
-            f"{name} {tier.active} active, {tier.historical} cached, {tier.free} free of {tier.capacity}"
-            for name, tier in (("HBM", stats.hbm), ("DRAM", stats.dram))
-        )
-        disk = stats.disk
-        on_disk = "" if disk is None else f"; DISK {disk.used} used, {disk.free} free of {disk.capacity}, {disk.state}"
-        return f"<Pool {'; '.join(tiers)}{on_disk}>"
+        return f"<Pool {tiers_text(self.stats())}>"
 
 
 def _attend_threads(settings: Settings) -> int:

@@ -94,6 +94,7 @@ class BasicFreeSet {
   void bin_append(std::uint32_t first, std::uint32_t last, std::uint32_t n, std::uint32_t length) noexcept;
   void bin_remove(std::uint32_t head, std::uint32_t length) noexcept;
 
+  static constexpr int kTrieKeyBits = 2 * kBlockBits;
   std::uint64_t trie_key(std::uint32_t head) const noexcept;
   std::uint32_t trie_child(std::uint32_t node, unsigned side) const noexcept;
   bool trie_is_leaf(std::uint32_t node) const noexcept;
@@ -120,6 +121,9 @@ class BasicFreeSet {
   std::array<std::uint32_t, kShortMax> bins_;           // a head, or kNone
   std::array<std::uint16_t, kSectors> sector_heads_{};  // a sector has at most 4096 blocks, so 2048 heads
 };
+
+extern template class BasicFreeSet<BlockNodes>;
+extern template class BasicFreeSet<UnitNodes>;
 
 using FreeSet = BasicFreeSet<BlockNodes>;
 using UnitFreeSet = BasicFreeSet<UnitNodes>;

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +12,9 @@ from kvpool.config import Settings
 from kvpool.errors import ArgumentError, ArgumentTypeError
 from kvpool.types import Layout, RawLayout
 
-__all__ = ["DiskStats", "DiskWarning", "disk_options", "disk_stats_of"]
+_log = logging.getLogger("kvpool")
+
+__all__ = ["DiskLog", "DiskStats", "DiskWarning", "disk_options", "disk_stats_of"]
 
 
 class DiskWarning(UserWarning):
@@ -118,3 +122,25 @@ def _format_of(layout: Layout, model: str) -> list[tuple[str, str]]:
 def disk_stats_of(blocks: dict[str, Any], store: dict[str, Any] | None) -> DiskStats | None:
     """Makes DiskStats of what the core counts; None without a disk."""
     return None if store is None else DiskStats(**blocks, **store)
+
+
+class DiskLog:
+    """Says what a pool's store on disk found when it was opened, and, once, that it is off."""
+
+    def __init__(self, store: dict[str, Any] | None) -> None:
+        """`store`: what the core counts; None without a disk."""
+        self._warned = False
+        if store is not None:
+            _log.info(
+                "blocks on disk at %s: %d found, by %s%s", store["path"], store["recovered_blocks"], store["engine"],
+                "" if store["direct"] else ", through the page cache",
+            )  # fmt: skip
+
+    def seen(self, store: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Returns `store`. Warns the caller's caller if it is off, the first time."""
+        if store is not None and store["state"] == "off" and not self._warned:
+            self._warned = True
+            text = f"the disk at {store['path']} is switched off: {store['reason']}; the pool goes on without it"
+            _log.warning("%s", text)
+            warnings.warn(text, DiskWarning, stacklevel=3)
+        return store

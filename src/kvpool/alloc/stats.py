@@ -8,7 +8,7 @@ from typing import Any, cast
 from kvpool import _core
 from kvpool.alloc.disk import DiskStats, disk_stats_of
 
-__all__ = ["ArenaInfo", "MediumStats", "NcclCost", "PoolStats", "stats_of"]
+__all__ = ["ArenaInfo", "MediumStats", "NcclCost", "PoolStats", "stats_of", "tiers_text"]
 
 
 @dataclass(frozen=True)
@@ -164,3 +164,14 @@ def stats_of(raw: dict[str, Any], gpu: int, store: dict[str, Any] | None) -> Poo
     return PoolStats(
         hbm=hbm, dram=dram, disk=disk, kernel_piece_bytes=_core.kernel_piece_bytes(gpu), nccl=nccl, **fields
     )
+
+
+def tiers_text(stats: PoolStats) -> str:
+    """One line of how many blocks of each medium are in use."""
+    tiers = [
+        f"{name} {tier.active} active, {tier.historical} cached, {tier.free} free of {tier.capacity}"
+        for name, tier in (("HBM", stats.hbm), ("DRAM", stats.dram))
+    ]
+    if (disk := stats.disk) is not None:
+        tiers.append(f"DISK {disk.used} used, {disk.free} free of {disk.capacity}, {disk.state}")
+    return "; ".join(tiers)
