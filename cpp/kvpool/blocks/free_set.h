@@ -122,9 +122,6 @@ class BasicFreeSet {
   std::array<std::uint16_t, kSectors> sector_heads_{};  // a sector has at most 4096 blocks, so 2048 heads
 };
 
-extern template class BasicFreeSet<BlockNodes>;
-extern template class BasicFreeSet<UnitNodes>;
-
 using FreeSet = BasicFreeSet<BlockNodes>;
 using UnitFreeSet = BasicFreeSet<UnitNodes>;
 
