@@ -157,7 +157,7 @@ class Pool(NetworkedPool):
                 shape=None if isinstance(layout, RawLayout) else layout._numbers,
                 parallel=None if parallel is None else parallel._core_tuple(),
                 device=device,
-                attend_threads=_attend_threads(self.settings),
+                attend_threads=settings.attend_threads or min(len(os.sched_getaffinity(0)), 256),
                 space=space,
                 pieces=pieces,
                 disk=disk,
@@ -269,8 +269,7 @@ class Pool(NetworkedPool):
             StateError: The medium is adopted memory: use the engine's tensors. Or the memory is in ranks.
         """
         medium = one_medium(medium)
-        stats = self.stats()
-        blocks = stats.hbm.capacity if medium == HBM else stats.dram.capacity
+        blocks = self._rows(medium)
         layout = self.kv_layout
         if self._parallel is not None:
             raise StateError("the memory of a logical instance is its ranks': see RankArena.tensor")
@@ -280,6 +279,11 @@ class Pool(NetworkedPool):
             return self._view(int(medium), [blocks, layout.block_bytes], [self._block_stride, 1], "uint8")
         shape, strides = kv_view(layout, blocks, self._block_stride)
         return self._view(int(medium), shape, strides, layout.dtype)
+
+    def _rows(self, medium: int) -> int:
+        """How many numbers blocks of HBM or DRAM can have: the first extent of `tensor`."""
+        stats = self.stats()
+        return stats.hbm.capacity if medium == HBM else stats.dram.capacity
 
     def arena(self, medium: OneMedium) -> ArenaInfo:
         """The size, kind and device of a medium's memory."""
@@ -393,7 +397,3 @@ class Pool(NetworkedPool):
         if self.closed:
             return "<Pool closed>"
         return f"<Pool {tiers_text(self.stats())}>"
-
-
-def _attend_threads(settings: Settings) -> int:
-    return settings.attend_threads or min(len(os.sched_getaffinity(0)), 256)

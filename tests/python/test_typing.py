@@ -42,7 +42,7 @@ _WRONG = [
     ("pool.alloc(1.5)", "arg-type"),
     ("pool.evict(1, 9)", "arg-type"),
     ('kvpool.KVLayout(2, 2, 8, dims="nhd")', "arg-type"),
-    ("pool.match([1, 2], into=kvpool.DRAM)", "arg-type"),
+    ("pool.match([1, 2], into=kvpool.DISK)", "arg-type"),
     ('pool.match("text")', "arg-type"),
     ("pool.tensor().torch()", "attr-defined"),
 ]
