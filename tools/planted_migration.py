@@ -312,4 +312,32 @@ MIGRATION_BUGS: Final[tuple[Bug, ...]] = (
         ("python/control/test_rebalancing_lost.py",),
         build="python",
     ),
+    Bug(
+        "asked-back-without-memory",
+        "control",
+        "an instance that has lost a rank asks for what it has handed over, and is heard: nobody has the request",
+        in_python(
+            "control/migration/leaving.py",
+            "if not self.source.cancel(str(why)) and self._may_ask():",
+            "if not self.source.cancel(str(why)):",
+        ),
+        ("python/control/test_migration_asked_back.py",),
+        build="python",
+    ),
+    Bug(
+        "deaf-while-an-error-lasts",
+        "control",
+        "a destination that meets an error again and again does not hear its source, and keeps the request stopped",
+        in_python("control/migration/arriving.py", "                    self._hear_without_proof()\n", ""),
+        ("python/control/test_migration_asked_back.py",),
+        build="python",
+    ),
+    Bug(
+        "parts-counted-twice",
+        "policy",
+        "what was carried for one move counts for a later one of the same requests: that is made without their KV",
+        in_python("policy/mell/backlog.py", "and carrying.number not in waiting", "and True"),
+        ("python/policy/test_mell_backlog_parts.py",),
+        build="python",
+    ),
 )

@@ -82,3 +82,33 @@ def test_a_stopped_move_that_is_netted_keeps_what_was_prefilled():
     assert epoch(backlog, [], limits(10**6, 60), sizes).as_tokens == [
         Move(("a",), 0, 1, 100), Move(("b",), 1, 0, 100)
     ]  # fmt: skip
+
+
+def test_what_was_carried_is_not_counted_again_for_a_later_move_to_the_same_place():
+    """The first move waits on, since another counts on its leaving; a later one comes back to where that goes."""
+    backlog, sizes = Backlog(), {"a": 250, "b": 900, "c": 900}
+    epoch(backlog, [Move(("a",), 0, 1, 250)], limits(100), sizes)
+    moves = [
+        Move(("b",), 2, 0, 900), Move(("a",), 1, 2, 250), Move(("c",), 3, 1, 900), Move(("a",), 2, 3, 250),
+        Move(("a",), 3, 1, 250),
+    ]  # fmt: skip
+    found = epoch(backlog, moves, limits(100), sizes, 0)
+    assert waiting(found)[:3] == [(("a",), 0, 1, 250), (("a",), 1, 2, 250), (("a",), 2, 1, 250)]
+    assert backlog.carried == {1: 100}
+    found = epoch(backlog, [], limits(150), {"a": 250})
+    assert (found.made, found.parts) == ([Move(("a",), 0, 1, 250)], [Part(Move(("a",), 0, 1, 250), Way.KV, 150)])
+    assert epoch(backlog, [], limits(250), {"a": 250}).made == [Move(("a",), 1, 2, 250)]
+    found = epoch(backlog, [], limits(249), {"a": 250})
+    assert (found.made, found.parts) == ([], [Part(Move(("a",), 2, 1, 250), Way.KV, 249)])
+
+
+def test_what_was_carried_has_one_move_however_often_plans_lead_away_and_back():
+    backlog, sizes = Backlog(), {"a": 250, "c": 900, "d": 900}
+    epoch(backlog, [Move(("a",), 0, 1, 250)], limits(100), sizes)
+    moves = [
+        Move(("a",), 1, 2, 250), Move(("a",), 2, 1, 250), Move(("c",), 3, 0, 900),  # and a stays on its way to 1
+        Move(("a",), 1, 3, 250), Move(("d",), 2, 1, 900), Move(("a",), 3, 2, 250), Move(("a",), 2, 1, 250),
+    ]  # fmt: skip
+    found = epoch(backlog, moves, limits(0), sizes, 0)
+    assert waiting(found)[:3] == [(("a",), 0, 1, 250), (("a",), 1, 3, 250), (("a",), 3, 1, 250)]
+    assert backlog.carried == {1: 100}

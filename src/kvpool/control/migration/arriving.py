@@ -67,6 +67,7 @@ class Arriving:
         self._waits_for_room = False
         self._fetch_at = 0.0  # not earlier, by the budget
         self._planned = 0  # blocks of the piece that waits for that; 0: none does
+        self._met = ""  # the error that was logged last
 
     def give_up(self) -> None:
         """Ends it if it is not decoded here yet."""
@@ -91,10 +92,18 @@ class Arriving:
                         found.fail(f"{type(error).__name__}: {error}")
                     if self._room.pool.closed:
                         return
-                    _log.exception("request %r has met an error", found.request, extra={"peer": self.dialogue.peer})
-                    time.sleep(self._timing.repeat_s)
+                    self._log_once(error)
+                    self._hear_without_proof()
+                    if not found.ended:
+                        time.sleep(self._timing.repeat_s)
         finally:
             self._finish()
+
+    def _log_once(self, error: Exception) -> None:
+        """An error that lasts is met again and again."""
+        if (met := repr(error)) != self._met:
+            self._met = met
+            _log.exception("request %r has met an error", self.destination.request, extra={"peer": self.dialogue.peer})
 
     def _is_over(self) -> bool:
         found = self.destination
@@ -119,14 +128,32 @@ class Arriving:
         if (lost := self._evidence.lost()) is not None:
             found.fail(str(lost))  # the source cannot hear it: this instance has to end
             self.tear_off()
-        is_gone = self._proof() is not None  # before what it says is read: it may ask for the request, and die
-        for said in self.dialogue.read():
-            found.hear(said, gone=is_gone)
-        if self._unwanted:  # also what waits for room, and nobody else has
-            found.fail("the destination takes in no more requests")
+        self._read(gone=self._proof() is not None)
         self._look_for_source()
         if found.state == "moving" and not found.handed and self._is_quiet():
             found.fail(f"{self.dialogue.peer} was silent for {self._timing.silence_s} s")
+
+    def _hear_without_proof(self) -> None:
+        """Reads also while an error lasts, which may be that of the look for a proof.
+
+        A source that asks for the request gets it if it is connected: one that has died since may have no proof yet.
+        """
+        self._read(gone=not self._is_connected())
+
+    def _read(self, *, gone: bool) -> None:
+        """Reads what was said. `gone` is found out before: the source may ask for the request, and die."""
+        found = self.destination
+        for said in self.dialogue.read():
+            found.hear(said, gone=gone)
+        if self._unwanted:  # also what waits for room, and nobody else has
+            found.fail("the destination takes in no more requests")
+
+    def _is_connected(self) -> bool:
+        """Whether the source is, in the incarnation that began this."""
+        try:
+            return self._evidence.incarnation(self.dialogue.peer) == self.destination.id.source
+        except Exception:
+            return False
 
     def _look_for_source(self) -> None:
         """Notes whether there is proof that it is gone."""
@@ -253,6 +280,7 @@ class Arriving:
     def _finish(self) -> None:
         """Frees what is not the engine's, or tells it that the source has taken the request back."""
         found = self.destination
+        found.fail("it has ended at the destination")  # a thread that is torn off, or whose pool is closed
         is_free = self._adopted
         try:
             if not self._adopted:

@@ -60,6 +60,7 @@ class Leaving:
         self._stopped_at = 0.0
         self._torn: Exception | None = None
         self._failure: Exception | None = None  # why it stays, if the protocol does not know
+        self._met = ""  # the error that was logged last
 
     def tear_off(self, why: Exception) -> None:
         """Ends the thread, and the handle with this error. A request that was handed over stays in doubt here."""
@@ -79,7 +80,7 @@ class Leaving:
                     if self._evidence.closed:
                         return
                     if not source.ended:
-                        _log.exception("request %r is asked for", source.request, extra={"peer": self.dialogue.peer})
+                        self._log_once(error)
                         time.sleep(self._timing.repeat_s)
                     news = True
             if self._torn is not None:
@@ -87,9 +88,16 @@ class Leaving:
         finally:
             self._finish()
 
+    def _log_once(self, error: Exception) -> None:
+        """An error that lasts is met again and again."""
+        if (met := repr(error)) != self._met:
+            self._met = met
+            _log.exception("request %r has met an error", self.source.request, extra={"peer": self.dialogue.peer})
+
     def _turn(self, *, news: bool) -> bool:
         """Says what is due, waits for something to do, and does it. Whether there is news for the destination."""
-        self.dialogue.speak(news=news)  # raises if it fits into no message
+        if self._may_speak():
+            self.dialogue.speak(news=news)  # raises if it fits into no message
         self.dialogue.pause(self._next_s())
         before = self.source.state
         self._hear()
@@ -138,8 +146,19 @@ class Leaving:
         """Keeps the request here, or asks for it."""
         if not self.source.ended:
             self._failure = self._failure or why
-            if not self.source.cancel(str(why)):
+            if not self.source.cancel(str(why)) and self._may_ask():
                 self.source.withdraw()
+
+    def _may_speak(self) -> bool:
+        """Whether to say what is due: also that the request was handed over, but not that it is asked for in vain."""
+        return self.source.state != "withdrawn" or self._may_ask()
+
+    def _may_ask(self) -> bool:
+        """Whether this instance could go on with the request. Its links may outlive its memory, and be heard."""
+        try:
+            return self._evidence.lost() is None
+        except Exception:  # not known: what was handed over is in no danger where it is
+            return False
 
     def _advance(self) -> bool:
         """Begins the next round, or stops the request and hands it over. Whether there is news for the destination."""
@@ -185,7 +204,8 @@ class Leaving:
         outcome: Migrated | Exception = StateError(f"the migration of request {self.source.request!r} has failed")
         try:
             outcome = self._conclude()
-            self.dialogue.finish()
+            if self._may_speak():
+                self.dialogue.finish()
         except Exception as error:
             _log.warning("%s was not told the end of a migration: %s", self.dialogue.peer, error)
         finally:

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Final, get_args
 
 from kvpool.cluster import Cluster
+from kvpool.control.amounts import above_zero, count_from
 from kvpool.control.migration.background import Threads
 from kvpool.control.migration.engine import MigratingEngine
 from kvpool.control.migration.evidence import Evidence, Proof
@@ -22,7 +23,6 @@ from kvpool.control.migration.talking import Dialogue, Timing
 from kvpool.control.migration.totals import MigrationTotals, Tally
 from kvpool.errors import ArgumentError, ClosedError, PeerLost, StateError, Unsupported
 from kvpool.policy import migration as policy
-from kvpool.policy.fields import count_of, seconds_of
 from kvpool.pool import Pool
 from kvpool.transfer import Received, ReceivedCallback
 from kvpool.types import DRAM, HBM, Medium
@@ -90,9 +90,9 @@ class Migrations:
             raise StateError("migrations: the pool has one already, or had one: a pool has one in its life")
         if medium not in (HBM, DRAM):
             raise ArgumentError(f"medium is {medium!r}; it must be HBM or DRAM")
-        count_of(arrivals_max, "arrivals_max", 0)
+        arrivals_max = count_from(arrivals_max, "arrivals_max", 0)
         if bytes_per_s is not None:
-            seconds_of(bytes_per_s, "bytes_per_s")
+            bytes_per_s = above_zero(bytes_per_s, "bytes_per_s")
         _check_whole(pool)
         self._pool = pool
         self._engine = engine
@@ -151,9 +151,7 @@ class Migrations:
         """
         if by not in get_args(policy.Way):
             raise ArgumentError(f"by is {by!r}; it must be one of {', '.join(get_args(policy.Way))}")
-        seconds = self._pool.settings.timeout_s if timeout is None else timeout
-        if not seconds > 0:
-            raise ArgumentError(f"timeout is {timeout}; it must be above 0")
+        seconds = self._pool.settings.timeout_s if timeout is None else above_zero(timeout, "timeout")
         if self._closed:
             raise ClosedError("the migrations of this pool were closed")
         _check_whole(self._pool)

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
 from kvpool._core import Transfer
+from kvpool.control.amounts import above_zero
 from kvpool.control.migration.mailbox import Mailbox
 from kvpool.errors import ArgumentError, Error
 from kvpool.policy import migration as policy
-from kvpool.policy.fields import seconds_of
 
 __all__ = ["Dialogue", "Timing"]
 
@@ -39,7 +39,7 @@ class Timing:
     def __post_init__(self) -> None:
         """Raises ArgumentError for a time that is not above 0, or not finite."""
         for name in ("repeat_s", "silence_s", "stop_s"):
-            seconds_of(getattr(self, name), name)
+            object.__setattr__(self, name, above_zero(getattr(self, name), name))
 
 
 class Dialogue(Generic[_Heard]):

@@ -11,13 +11,13 @@ from types import TracebackType
 from typing import get_args
 
 from kvpool.cluster import Cluster
+from kvpool.control.amounts import above_zero, count_from
 from kvpool.control.migration import Migrations
 from kvpool.control.rebalancing.engine import RebalancedEngine
 from kvpool.control.rebalancing.epochs import Epochs
 from kvpool.control.rebalancing.seat import Seat
 from kvpool.control.rebalancing.totals import RebalancingTotals
 from kvpool.errors import ArgumentError, Error, PeerLost, StateError
-from kvpool.policy.fields import count_of, seconds_of
 from kvpool.policy.rebalancing import SCHEDULERS, Planner, PolicyName
 
 __all__ = ["Rebalancer"]
@@ -68,11 +68,11 @@ class Rebalancer:
         activate: Callable[[int], object] | None = None,
         terminate: Callable[[], object] | None = None,
     ) -> None:
-        move_s = 10 * epoch_s if move_s is None else move_s
-        for count, name, least in (capacity, "capacity", 1), (moves_at_once, "moves_at_once", 1), (growth, "growth", 0):
-            count_of(count, name, least)
-        for seconds, name in (epoch_s, "epoch_s"), (move_s, "move_s"):
-            seconds_of(seconds, name)
+        epoch_s = above_zero(epoch_s, "epoch_s")
+        move_s = above_zero(10 * epoch_s if move_s is None else move_s, "move_s")
+        capacity = count_from(capacity, "capacity", 1)
+        moves_at_once = count_from(moves_at_once, "moves_at_once", 1)
+        growth = count_from(growth, "growth", 0)
         planner = _planner(policy)
         self._wake = wake = threading.Event()
         self._stop = threading.Event()

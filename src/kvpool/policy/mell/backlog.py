@@ -213,8 +213,13 @@ class Backlog:
                 if new.move.source == new.move.destination and not new.stopped:
                     continue  # it stays
                 carrying = begun.get(move.requests)
-                if carrying is not None and carrying.move.destination == move.destination:  # the plan led back
-                    new.way, new.parts = carrying.way, carrying.parts
+                if (
+                    carrying is not None
+                    and carrying.number not in waiting  # else its parts are still of its move
+                    and carrying.move.destination == move.destination
+                ):  # the plan led back
+                    new.way, new.parts = carrying.way, dict(carrying.parts)
+                    begun[move.requests] = new
             waiting[new.number] = new
             last_of.update(dict.fromkeys(move.requests, new))
             last_to[new.move.destination] = new.number
