@@ -10,7 +10,7 @@ from typing import Final
 _HERE: Final = Path(__file__).resolve().parent
 _SECONDS: Final = 10.0
 _SOURCES: Final = ("bindings", "cpp", "cuda", "third_party")
-_ENDINGS: Final = (".h", ".c", ".cpp", ".cu", ".cuh")
+_ENDINGS: Final = (".h", ".c", ".cpp", ".cu", ".cuh", ".py")  # .py: kernels are compiled from cuda/attention
 
 
 def revision(folder: Path = _HERE, compiled: str | None = None) -> str | None:
@@ -39,7 +39,7 @@ def revision(folder: Path = _HERE, compiled: str | None = None) -> str | None:
 
 
 def sources_digest(root: Path) -> str:
-    """SHA-256 of the C++ sources of a checkout, in hexadecimal: as cmake/sources_digest.cmake gives it to the core."""
+    """SHA-256 of what the core is compiled from, in hexadecimal: as cmake/sources_digest.cmake gives it to the core."""
     listing = ""
     files = (file for folder in _SOURCES for file in (root / folder).rglob("*") if file.suffix in _ENDINGS)
     for name in sorted(file.relative_to(root).as_posix() for file in files):

@@ -1,7 +1,7 @@
-# Writes the digest of the C++ sources of the folder ROOT into the file OUTPUT, a source file too, which changes only when
+# Writes the digest of the sources of the core in the folder ROOT into the file OUTPUT, a source file too, which changes only when
 # the digest does. bench/revision.py computes the same.
 set(names)
-foreach(ending h c cpp cu cuh)
+foreach(ending h c cpp cu cuh py)
   foreach(folder bindings cpp cuda third_party)
     list(APPEND names ${folder}/*.${ending})
   endforeach()

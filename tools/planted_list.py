@@ -67,6 +67,17 @@ BUGS: Final[tuple[Bug, ...]] = (
         ("sock_route_test.cpp",),
     ),
     Bug(
+        "calls-priced-as-pieces-of-a-frame",
+        "routes",
+        "many short pieces, each to be a call, go by sockets where cma takes half the time",
+        in_cpp(
+            "routes/route_cost.h",
+            "return !size.gather && us_per_call_ > 0;",
+            "return !size.gather && us_per_call_ < 0;",
+        ),
+        ("route_cost_test.cpp", "sock_route_test.cpp"),
+    ),
+    Bug(
         "pinned-key-in-the-order",
         "index",
         "a block that two matches hold is evicted when the first is closed: the second reads another prompt's",

@@ -185,8 +185,8 @@ PEER_BUGS: Final = (
         "what NCCL takes while several communicators are made at once is reported several times",
         in_cpp(
             "routes/nccl/nccl_cost.cpp",
-            "  counters.library_bytes += static_cast<std::uint64_t>(counters.fallen);\n  counters.fallen = 0;\n",
-            "  counters.library_bytes += static_cast<std::uint64_t>(counters.fallen);\n",
+            "std::max<std::int64_t>(counters.untaken - taken, 0)",
+            "std::max<std::int64_t>(counters.untaken, 0)",
         ),
         ("nccl_cost_test.cpp",),
     ),

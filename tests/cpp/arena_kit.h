@@ -6,9 +6,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <filesystem>
 #include <fstream>
-#include <iterator>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -17,6 +15,7 @@
 #include "child_process.h"
 #include "kvpool/arena/arena.h"
 #include "kvpool/base/error.h"
+#include "open_descriptors.h"
 
 namespace kvpool::testing {
 
@@ -34,10 +33,6 @@ inline ArenaOptions options_of(std::uint32_t blocks, std::vector<std::size_t> se
 }
 
 inline std::size_t page() { return static_cast<std::size_t>(sysconf(_SC_PAGESIZE)); }
-
-inline int open_descriptors() {
-  return static_cast<int>(std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {}));
-}
 
 inline int mappings_of_arenas() {
   std::ifstream maps("/proc/self/maps");

@@ -97,13 +97,34 @@ TEST_CASE("cma writes into another process what a naive copy writes") {
       CHECK(
           outcome.pieces ==
           StripPlan(trial.source.spans(), trial.target.spans(), trial.strips, trial.merge).count(trial.from, trial.to));
-      CHECK(outcome.calls <= outcome.pieces);
-      if (!trial.gather) CHECK(outcome.calls == outcome.pieces);
+      CHECK(outcome.calls == (trial.gather ? (outcome.pieces + kPieceBatch - 1) / kPieceBatch : outcome.pieces));
       peer.go();
       CHECK(peer.wait() == 0);
       CHECK(trial.target == before);
     }
   }
+}
+
+TEST_CASE("a list of cma that the threads of a team share is one call") {
+  if (!machine_has_cma()) return;
+  constexpr std::uint32_t kBlocks = 100;
+  constexpr std::size_t kBytes = std::size_t{256} << 10;
+  std::byte* memory = anonymous(2 * kBlocks * kBytes);
+  std::byte* const there = memory + kBlocks * kBytes;
+  PeerProcess peer([&](const auto& wait) { return allow_tracers() && wait() ? 0 : 2; });
+  CopyTeam team;
+  const auto route = make_cma_route(spans_at(memory, kBlocks, kBytes), nullptr,
+                                    metadata_of(spans_at(there, kBlocks, kBytes)), peer.pid(), peer.pidfd(), team);
+  const WholeWrite write(kBlocks, kBytes);
+  const WriteOutcome gathered = route->write(write.request());
+  CHECK(gathered.calls == 1);
+  CHECK(gathered.pieces == kBlocks);
+  WriteRequest request = write.request();
+  request.gather = false;
+  CHECK(route->write(request).calls == kBlocks);
+  peer.go();
+  CHECK(peer.wait() == 0);
+  munmap(memory, 2 * kBlocks * kBytes);
 }
 
 TEST_CASE("the kernel takes pieces in lists by cma, and one by one if they must not be gathered") {

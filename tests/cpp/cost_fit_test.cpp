@@ -18,8 +18,8 @@ std::vector<CostSample> samples_of(const RoutePrior& prior) {
     for (const auto& [pieces, bytes] : {std::pair(1, 512), std::pair(32, 16'384), std::pair(64, 1 << 20)}) {
       const auto n = static_cast<std::uint64_t>(pieces);
       const auto length = static_cast<std::uint64_t>(bytes);
-      samples.push_back({n, length, prior.us(n, length)});
-      samples.push_back({4 * n, 4 * length, prior.us(4 * n, 4 * length)});
+      samples.push_back({n, length, prior.us({n, length})});
+      samples.push_back({4 * n, 4 * length, prior.us({4 * n, 4 * length})});
     }
   }
   return samples;
@@ -52,7 +52,7 @@ TEST_CASE("no coefficient of a fit is negative, so larger writes never cost less
   // Of one that takes less for more.
   const auto falling = fit_cost(std::vector<CostSample>{{1, 1000, 50}, {10, 10'000, 20}, {100, 100'000, 5}});
   REQUIRE(falling);
-  CHECK(falling->us(1, 1000) <= falling->us(100, 100'000));
+  CHECK(falling->us({1, 1000}) <= falling->us({100, 100'000}));
   Dice dice(3);
   for (int round = 0; round < 500; ++round) {
     std::vector<CostSample> samples;
@@ -64,7 +64,7 @@ TEST_CASE("no coefficient of a fit is negative, so larger writes never cost less
     CHECK(found->latency_us >= 0);
     CHECK(found->us_per_piece >= 0);
     CHECK(found->us_per_byte > 0);
-    CHECK(std::isfinite(found->us(1000, 1 << 30)));
+    CHECK(std::isfinite(found->us({1000, 1 << 30})));
   }
 }
 

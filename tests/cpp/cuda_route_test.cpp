@@ -237,6 +237,27 @@ TEST_CASE("a write by the GPU that is stopped between two parts has written only
   }
 }
 
+TEST_CASE("a run of blocks that is copied in parts is one piece by the plan") {
+  const FakeCuda cuda;
+  {
+    const RouteInParts route(cuda);
+    std::vector<Address> run;
+    for (std::uint32_t block = 0; block < kRouteBlocks; ++block) {
+      run.push_back(make_address(1, Medium::kHbm, 0, block));
+    }
+    WriteRequest request = route.request();
+    request.from = run;
+    request.to = run;
+    const WriteOutcome merged = route.write(request);
+    CHECK(merged.calls == 1);
+    CHECK(merged.pieces == 1);
+    CHECK(merged.bytes == kRouteBlocks * kRouteBlockBytes);
+    request.merge = false;
+    CHECK(route.write(request).calls == kRouteBlocks);
+  }
+  CHECK(cuda.left() == "");
+}
+
 TEST_CASE("when a part cannot be begun, the one before it is waited for") {
   const FakeCuda cuda;
   cuda.set("delay_us", 20'000);

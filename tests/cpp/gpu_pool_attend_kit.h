@@ -19,6 +19,7 @@
 #include "kvpool/peers/service.h"
 #include "kvpool/ranks/instance_ranks.h"
 #include "pool_fixture.h"
+#include "soon.h"
 
 namespace kvpool::testing {
 
@@ -82,8 +83,6 @@ inline void fill_block_of_sequence(const FakeCuda& cuda, Pool& pool, Address add
 inline void fill_sequence(const FakeCuda& cuda, Pool& pool, std::span<const Address> addresses) {
   for (std::size_t i = 0; i < addresses.size(); ++i) fill_block_of_sequence(cuda, pool, addresses[i], i);
 }
-
-inline std::int64_t in_seconds(double seconds) { return monotonic_ns() + static_cast<std::int64_t>(seconds * 1e9); }
 
 inline std::shared_ptr<Sequence> sequence_over(PeerNode& node, std::span<const Address> addresses) {
   return std::make_shared<Sequence>(node, addresses, std::nullopt, in_seconds(20));

@@ -37,9 +37,8 @@ class CopyRoute final : public Route {
   const char* name() const noexcept override { return "copy"; }
   RouteTraits traits() const noexcept override { return {.one_sided = one_sided, .by_caller = true, .waits = false}; }
   bool reaches(Medium medium) const noexcept override { return medium == Medium::kDram; }
-  double estimate_us(const MediaSet&, const MediaSet&, std::uint64_t pieces, std::uint64_t bytes,
-                     std::int64_t) const noexcept override {
-    return static_cast<double>(pieces) + static_cast<double>(bytes) / 1000;
+  double estimate_us(const MediaSet&, const MediaSet&, const WriteSize& size, std::int64_t) const noexcept override {
+    return static_cast<double>(size.pieces) + static_cast<double>(size.bytes) / 1000;
   }
   WriteOutcome write(const WriteRequest& request) override {
     if (request.cancelled != nullptr && request.cancelled->load()) throw Error(ErrorCode::kCancelled, "cancelled");

@@ -137,7 +137,7 @@ TEST_CASE("a route keeps its resources alive, and reports which media it reaches
   CHECK(route->reaches(Medium::kDram));
   CHECK_FALSE(route->reaches(Medium::kHbm));
   const MediaSet dram = media_set_of(Medium::kDram);
-  CHECK(route->estimate_us(dram, dram, 1, 4096, 0) < route->estimate_us(dram, dram, 1000, 4'096'000, 0));
+  CHECK(route->estimate_us(dram, dram, {1, 4096}, 0) < route->estimate_us(dram, dram, {1000, 4'096'000}, 0));
   std::shared_ptr<const MediaSpans> readable = route->readable();
   REQUIRE(readable != nullptr);
   CHECK((*readable)[Medium::kDram].blocks == 4);
@@ -145,6 +145,27 @@ TEST_CASE("a route keeps its resources alive, and reports which media it reaches
   CHECK(keepalive.use_count() > 1);  // by who reads
   readable.reset();
   CHECK(keepalive.use_count() == 1);
+}
+
+TEST_CASE("a write whose pieces must not share a call teaches a route without calls what all writes cost") {
+  CopyTeam team;
+  const auto arena = arena_of(4, {64});
+  const auto route = make_loopback_route(spans_of(*arena), spans_of(*arena), nullptr, team);
+  const MediaSet dram = media_set_of(Medium::kDram);
+  const auto us = [&](bool gather) { return route->estimate_us(dram, dram, {1, 64, gather}, monotonic_ns()); };
+  const double before = us(true);
+  CHECK(us(false) == before);
+  const BlockStrip whole{0, 0, 64};
+  const Address from = make_address(0, Medium::kDram, 0, 1);
+  const Address to = make_address(0, Medium::kDram, 0, 2);
+  WriteRequest request;
+  request.strips = {&whole, 1};
+  request.from = {&from, 1};
+  request.to = {&to, 1};
+  request.merge = request.gather = false;
+  request.deadline_ns = monotonic_ns() + 60 * testing::kSecondNs;
+  route->write(request);
+  CHECK(us(true) != before);
 }
 
 // The peer is another process: it sees what a message announces.

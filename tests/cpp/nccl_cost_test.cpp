@@ -132,8 +132,9 @@ TEST_CASE("what communicators take that are made at once counts once") {
       one.measure([&] {
         take(0, kSmall);
         two->measure([&] { take(1, kLarge); });
-        CHECK(costs(0, 2, kSmall + kLarge, 0));
+        CHECK(costs(0, 2, kLarge, 0));  // what fell before it began is not its own
       });
+      CHECK(costs(0, 2, kSmall + kLarge, 0));
       CHECK(costs(0, 2, kSmall + kLarge, 0));
       CHECK(code_of([&] {
               one.measure([&] {
@@ -149,9 +150,55 @@ TEST_CASE("what communicators take that are made at once counts once") {
       two.reset();
       one.measure([] {});  // what was freed meanwhile is not owed to the next
       one.measure([&] { take(3, kSmall); });
-      CHECK(costs(0, 1, kSmall, 0));
+      CHECK(costs(0, 1, 2 * kSmall, 0));
       give_back(0);
       give_back(3);
+    }
+    CHECK(costs(0, 0, 0, 0));
+  }
+  CHECK(cuda.left() == "");
+}
+
+TEST_CASE("what a communicator that fails takes, and one that goes gives back, is charged to no other") {
+  constexpr std::size_t kSmall = 64 << 10;
+  constexpr std::size_t kLarge = 256 << 10;
+  const FakeCuda cuda;
+  {
+    const DeviceArena arena({.blocks = 2, .segment_bytes = {kBlockBytes}, .device = 0});
+    const CudaContext& context = *arena.context();
+    const CurrentContext current(context, "a test");
+    std::array<CuPointer, 4> taken{};
+    const auto take = [&](std::size_t at, std::size_t bytes) {
+      REQUIRE(context.driver().mem_alloc(&taken.at(at), bytes) == kCudaSuccess);
+    };
+    const auto give_back = [&](std::size_t at) { context.driver().mem_free(taken.at(at)); };
+    const auto fail = [&](CommunicatorCost& cost, std::size_t at) {
+      CHECK(code_of([&] {
+              cost.measure([&] {
+                take(at, kLarge);
+                throw Error(ErrorCode::kUnsupported, "a test");
+              });
+            }) == ErrorCode::kUnsupported);
+    };
+    {
+      CommunicatorCost one(context);
+      CommunicatorCost two(context);
+      CommunicatorCost three(context);
+      one.measure([&] {
+        fail(two, 0);
+        three.measure([&] { take(1, kSmall); });
+        CHECK(costs(0, 3, kSmall, 0));
+        give_back(0);
+      });
+      CHECK(costs(0, 3, kSmall, 0));
+      take(0, kLarge);  // of a communicator that goes while others are made
+      one.measure([&] {
+        two.measure([&] { give_back(0); });
+        three.measure([&] { take(2, kSmall); });
+      });
+      CHECK(costs(0, 3, 2 * kSmall, 0));
+      give_back(1);
+      give_back(2);
     }
     CHECK(costs(0, 0, 0, 0));
   }

@@ -40,7 +40,8 @@ struct NcclNode {
 inline NcclNode make_nccl_node(const std::string& name, int device, bool aggregated = true,
                                std::vector<std::size_t> piece_bytes = {48, 80, 64, 64},
                                const std::vector<std::string>& routes = {"nccl"},
-                               std::int64_t pass_ns = NcclLimits{}.pass_ns) {
+                               std::int64_t pass_ns = NcclLimits{}.pass_ns,
+                               std::uint64_t pass_bytes = NcclLimits{}.pass_bytes) {
   PoolOptions options = small_options(32, 8);
   options.layout.piece_bytes = std::move(piece_bytes);
   options.layout.aggregated = aggregated;
@@ -55,6 +56,7 @@ inline NcclNode make_nccl_node(const std::string& name, int device, bool aggrega
   service.routes = routes;
   service.transports.nccl = fake_nccl_path();
   service.transports.nccl_limits.pass_ns = pass_ns;
+  service.transports.nccl_limits.pass_bytes = pass_bytes;
   Service& started = node->start_service(service);
   return {std::move(node), std::move(pool), &started, name};
 }
@@ -67,9 +69,10 @@ struct NcclPair {
 
   // `a` is aggregated, `b` is not: their blocks lie differently.
   explicit NcclPair(const std::vector<std::size_t>& piece_bytes = {48, 80, 64, 64}, bool both_aggregated = false,
-                    const std::vector<std::string>& routes = {"nccl"}, std::int64_t pass_ns = NcclLimits{}.pass_ns)
-      : a(make_nccl_node("a", 0, true, piece_bytes, routes, pass_ns)),
-        b(make_nccl_node("b", 1, both_aggregated, piece_bytes, routes, pass_ns)) {
+                    const std::vector<std::string>& routes = {"nccl"}, std::int64_t pass_ns = NcclLimits{}.pass_ns,
+                    std::uint64_t pass_bytes = NcclLimits{}.pass_bytes)
+      : a(make_nccl_node("a", 0, true, piece_bytes, routes, pass_ns, pass_bytes)),
+        b(make_nccl_node("b", 1, both_aggregated, piece_bytes, routes, pass_ns, pass_bytes)) {
     meet();
   }
   ~NcclPair() {

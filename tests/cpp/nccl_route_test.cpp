@@ -59,6 +59,15 @@ TEST_CASE("nccl: a transfer of many passes") {
   CHECK(pair.nccl.count("ncclGroupStart") >= 6);
 }
 
+TEST_CASE("nccl: a block that takes two passes is one call") {
+  NcclPair pair({std::size_t{3} << 19}, /*both_aggregated=*/true, {"nccl"}, NcclLimits{}.pass_ns, kNcclPassBytesMin);
+  const Addresses blocks = pair.filled(pair.a, 2, 10);
+  const auto sent = pair.a.service->transfer(NcclPair::request(pair.b, blocks));
+  CHECK_FALSE(NcclPair::end_of(*sent));
+  CHECK(pair.nccl.count("ncclGroupStart") >= 6);  // of passes, at either end
+  CHECK(sent->stats().calls == 2);
+}
+
 TEST_CASE("nccl: many transfers at once, both ways, by all strategies") {
   NcclPair pair;
   constexpr Strategy kAll[] = {Strategy::kAuto, Strategy::kByLayer, Strategy::kByLayerAgg, Strategy::kByRequest,

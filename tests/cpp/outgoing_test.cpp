@@ -1,7 +1,12 @@
 // The sending half of the protocol, and fetches, against a peer that follows a script: phases, steps and statistics.
 #include <doctest/doctest.h>
 
+#include <atomic>
+#include <memory>
+#include <thread>
+
 #include "outgoing_kit.h"
+#include "soon.h"
 #include "thrown.h"
 
 namespace kvpool::testing {
@@ -151,8 +156,7 @@ TEST_CASE("a write reports its end once, even if the handler throws") {
   struct Broken final : Route {
     const char* name() const noexcept override { return "broken"; }
     RouteTraits traits() const noexcept override { return {}; }
-    double estimate_us(const MediaSet&, const MediaSet&, std::uint64_t, std::uint64_t,
-                       std::int64_t) const noexcept override {
+    double estimate_us(const MediaSet&, const MediaSet&, const WriteSize&, std::int64_t) const noexcept override {
       return 1;
     }
     WriteOutcome write(const WriteRequest&) override {
@@ -177,6 +181,44 @@ TEST_CASE("a write reports its end once, even if the handler throws") {
     CHECK(code_of([&] { carry_out(job); }) == ErrorCode::kOutOfMemory);
     CHECK(calls == 1);
   }
+}
+
+TEST_CASE("a route is chosen by the pieces that the strategy makes, each to be a call or not") {
+  SessionKit kit;  // two pieces a block
+  kit.session->start(kit.link, {kit.route, std::make_shared<ScriptRoute>(true)});
+  const auto chosen_by = [&](Strategy strategy) {
+    TransferRequest request = request_for(kit, 3);
+    request.strategy = strategy;
+    kit.session->transfer(std::move(request));
+    return kit.route->estimated;
+  };
+  for (const Strategy strategy : {Strategy::kByRequest, Strategy::kByLayer}) {
+    CHECK(chosen_by(strategy).pieces == 6);
+    CHECK_FALSE(kit.route->estimated.gather);
+  }
+  for (const Strategy strategy : {Strategy::kAuto, Strategy::kByRequestAgg, Strategy::kByLayerAgg}) {
+    CHECK(chosen_by(strategy).pieces == (kit.pool->layout().aggregated ? 3 : 6));
+    CHECK(kit.route->estimated.gather);
+    CHECK(kit.route->estimated.bytes == 3 * kit.pool->layout().block_bytes());
+  }
+}
+
+TEST_CASE("a route is asked whether it is ready without the session's lock") {
+  SessionKit kit;
+  std::thread other;
+  bool is_free = false;
+  kit.route->when_asked = [&] {
+    const auto seen = std::make_shared<std::atomic<bool>>(false);
+    other = std::thread([&, seen] {
+      static_cast<void>(kit.session->route_names());
+      *seen = true;
+    });
+    is_free = soon([&] { return seen->load(); });
+  };
+  kit.session->transfer(request_for(kit, 1));
+  REQUIRE(other.joinable());
+  other.join();
+  CHECK(is_free);
 }
 
 TEST_CASE("a route that does not reach the destinations is not chosen") {

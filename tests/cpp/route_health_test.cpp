@@ -144,8 +144,7 @@ class PricedRoute final : public Route {
   const char* name() const noexcept override { return name_; }
   RouteTraits traits() const noexcept override { return {}; }
   bool suits(const MediaSet&, const MediaSet&) const noexcept override { return suits_; }
-  double estimate_us(const MediaSet&, const MediaSet&, std::uint64_t, std::uint64_t,
-                     std::int64_t) const noexcept override {
+  double estimate_us(const MediaSet&, const MediaSet&, const WriteSize&, std::int64_t) const noexcept override {
     return us_;
   }
   WriteOutcome write(const WriteRequest&) override {
@@ -171,7 +170,7 @@ struct Routes {
   std::vector<std::shared_ptr<Route>> all{nccl, sock, other};
 
   std::string chosen(std::int64_t now, const std::string& name = "") const {
-    return cheapest_route(all, name, 1, 1, {true, false}, {true, false}, now)->name();
+    return cheapest_route(all, name, {1, 1}, {true, false}, {true, false}, now)->name();
   }
 };
 
@@ -223,8 +222,7 @@ TEST_CASE("an odd answer of the CUDA driver does not rule out a route for good; 
   struct Odd final : Route {
     const char* name() const noexcept override { return "odd"; }
     RouteTraits traits() const noexcept override { return {}; }
-    double estimate_us(const MediaSet&, const MediaSet&, std::uint64_t, std::uint64_t,
-                       std::int64_t) const noexcept override {
+    double estimate_us(const MediaSet&, const MediaSet&, const WriteSize&, std::int64_t) const noexcept override {
       return 1;
     }
     WriteOutcome write(const WriteRequest&) override { throw Error(why); }
@@ -261,8 +259,7 @@ TEST_CASE("a route that learns which media it cannot reach keeps its cost for th
     const char* name() const noexcept override { return "learning"; }
     RouteTraits traits() const noexcept override { return {}; }
     bool reaches(Medium medium) const noexcept override { return medium == Medium::kHbm || !refused_; }
-    double estimate_us(const MediaSet&, const MediaSet&, std::uint64_t, std::uint64_t,
-                       std::int64_t) const noexcept override {
+    double estimate_us(const MediaSet&, const MediaSet&, const WriteSize&, std::int64_t) const noexcept override {
       return 1;
     }
     WriteOutcome write(const WriteRequest&) override {

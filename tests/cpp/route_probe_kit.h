@@ -29,9 +29,9 @@ class ModelRoute final : public Route {
     return {.one_sided = true, .by_caller = true, .waits = false, .by_name = by_name};
   }
   bool is_ready(const MediaSet&, const MediaSet&) const noexcept override { return is_ready_now; }
-  double estimate_us(const MediaSet& from, const MediaSet& to, std::uint64_t pieces, std::uint64_t bytes,
+  double estimate_us(const MediaSet& from, const MediaSet& to, const WriteSize& size,
                      std::int64_t /*now_ns*/) const noexcept override {
-    return cost_.estimate_us(from, to, pieces, bytes, clock_.now_ns());
+    return cost_.estimate_us(from, to, size, clock_.now_ns());
   }
   RouteCost* cost() noexcept override { return &cost_; }
   WriteOutcome write(const WriteRequest& request) override {
@@ -47,10 +47,10 @@ class ModelRoute final : public Route {
       for (const CopyPiece& piece : pieces) outcome.bytes += piece.bytes;
       return true;
     });
-    const double us = truth_.us(outcome.pieces, outcome.bytes);
+    const double us = truth_.us({outcome.pieces, outcome.bytes});
     clock_.run(clock_.now_ns() + static_cast<std::int64_t>(us * 1e3), [] { return false; });
-    cost_.measured(media_set_of(request.from), media_set_of(request.to), outcome.pieces, outcome.bytes, us,
-                   clock_.now_ns());
+    cost_.measured(media_set_of(request.from), media_set_of(request.to),
+                   {outcome.pieces, outcome.bytes, request.gather}, us, clock_.now_ns());
     return outcome;
   }
   void close() noexcept override { closed_ = true; }
@@ -109,7 +109,7 @@ class ProbeKit {
   // The time that a write of four blocks takes now.
   std::string chosen(Medium from = Medium::kHbm, Medium to = Medium::kHbm) const {
     const std::vector<std::shared_ptr<Route>> routes{slow, fast};
-    return cheapest_route(routes, "", 4, 1024, media_set_of(from), media_set_of(to), clock_.now_ns())->name();
+    return cheapest_route(routes, "", {4, 1024}, media_set_of(from), media_set_of(to), clock_.now_ns())->name();
   }
   void measure(std::int64_t timeout_ns = 1'000'000'000) { a->measure_routes(clock_.now_ns() + timeout_ns); }
   bool is_measured(Medium from = Medium::kHbm, Medium to = Medium::kHbm) const {

@@ -93,7 +93,7 @@ TEST_CASE("nothing is measured between pools of one host by default routes, or w
     CHECK(measured(a) + measured(b) == 0);
     for (const PeerInfo& peer : a.service().peers()) {
       CHECK(peer.route_prices.size() == peer.routes.size());
-      for (const RoutePrice& price : peer.route_prices) CHECK(price.prior.us(1, 4096) > 0);
+      for (const RoutePrice& price : peer.route_prices) CHECK(price.prior.us({1, 4096}) > 0);
     }
   }
 }

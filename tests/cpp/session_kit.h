@@ -82,14 +82,20 @@ class ScriptRoute final : public Route {
   const char* name() const noexcept override { return "script"; }
   RouteTraits traits() const noexcept override { return {.one_sided = one_sided_, .by_caller = true, .waits = false}; }
   bool reaches(Medium medium) const noexcept override { return medium == Medium::kHbm || reaches_dram; }
-  double estimate_us(const MediaSet&, const MediaSet&, std::uint64_t, std::uint64_t,
-                     std::int64_t) const noexcept override {
+  bool ready(const MediaSet&, const MediaSet&) noexcept override {
+    if (when_asked) when_asked();
+    return true;
+  }
+  double estimate_us(const MediaSet&, const MediaSet&, const WriteSize& size, std::int64_t) const noexcept override {
+    estimated = size;
     return 1;
   }
   WriteOutcome write(const WriteRequest&) override { return {}; }
   void close() noexcept override { closed = true; }
   std::shared_ptr<RouteReceiver> route_receiver() const noexcept override { return route_receiver_of; }
   std::shared_ptr<RouteReceiver> route_receiver_of;
+  std::function<void()> when_asked;  // whether it is ready
+  mutable WriteSize estimated;
   bool reaches_dram = true;
   bool closed = false;
 

@@ -101,9 +101,9 @@ SimRoute::SimRoute(SimClock& clock, const SimFaults& faults, const SimWatch& wat
       peer_(peer),
       link_(std::move(link)) {}
 
-double SimRoute::estimate_us(const MediaSet& /*from*/, const MediaSet& /*to*/, std::uint64_t pieces,
-                             std::uint64_t bytes, std::int64_t /*now_ns*/) const noexcept {
-  return one_sided_ ? static_cast<double>(pieces) : static_cast<double>(bytes);
+double SimRoute::estimate_us(const MediaSet& /*from*/, const MediaSet& /*to*/, const WriteSize& size,
+                             std::int64_t /*now_ns*/) const noexcept {
+  return one_sided_ ? static_cast<double>(size.pieces) : static_cast<double>(size.bytes);
 }
 
 WriteOutcome SimRoute::write(const WriteRequest& request) {

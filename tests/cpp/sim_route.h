@@ -48,7 +48,7 @@ class SimRoute final : public Route {
 
   const char* name() const noexcept override { return one_sided_ ? "sim" : "sim-sock"; }
   RouteTraits traits() const noexcept override { return {.one_sided = one_sided_, .by_caller = true, .waits = false}; }
-  double estimate_us(const MediaSet& from, const MediaSet& to, std::uint64_t pieces, std::uint64_t bytes,
+  double estimate_us(const MediaSet& from, const MediaSet& to, const WriteSize& size,
                      std::int64_t now_ns) const noexcept override;
   std::shared_ptr<const MediaSpans> readable() const noexcept override {
     return one_sided_ ? std::shared_ptr<const MediaSpans>(std::shared_ptr<void>(), &peer_) : nullptr;

@@ -1,7 +1,6 @@
 // Links between two ends of one socket pair, and a handler that records its calls.
 #pragma once
 
-#include <dirent.h>
 #include <doctest/doctest.h>
 #include <fcntl.h>
 #include <netinet/in.h>
@@ -24,23 +23,12 @@
 #include "kvpool/base/clock.h"
 #include "kvpool/net/sock_address.h"
 #include "kvpool/net/sock_link.h"
+#include "open_descriptors.h"
 #include "soon.h"
 
 namespace kvpool::testing {
 
 inline constexpr std::int64_t kSecond = 1'000'000'000;
-inline std::int64_t in_seconds(double seconds) {
-  return monotonic_ns() + static_cast<std::int64_t>(seconds * static_cast<double>(kSecond));
-}
-
-inline int open_descriptors() {
-  int count = 0;
-  DIR* folder = opendir("/proc/self/fd");
-  REQUIRE(folder != nullptr);
-  while (readdir(folder) != nullptr) ++count;
-  closedir(folder);
-  return count;
-}
 
 inline Bytes some_bytes(std::size_t count, unsigned seed = 1) {
   Bytes bytes(count);

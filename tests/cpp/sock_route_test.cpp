@@ -188,6 +188,34 @@ TEST_CASE("pieces share a frame of sock, and if they must not, each is a frame")
   }
 }
 
+TEST_CASE("what frames of one piece cost is learnt apart from what frames of many cost") {
+  Dice dice(3);
+  constexpr std::uint32_t kBlocks = 64;
+  testing::BlockMemory memory(dice, testing::plain_shape(kBlocks, {128}), {});
+  testing::BlockMemory target(dice, testing::plain_shape(kBlocks, {128}), {});
+  const BlockStrip whole{0, 0, 128};
+  std::vector<Address> all;
+  for (std::uint32_t i = 0; i < kBlocks; ++i) all.push_back(make_address(0, Medium::kHbm, 0, i));
+  const auto route = make_sock_route(memory.spans(), nullptr, std::make_shared<PlacingLink>(target.spans()));
+  const MediaSet hbm = media_set_of(Medium::kHbm);
+  const auto us = [&](bool gather) {
+    return route->estimate_us(hbm, hbm, {kBlocks, kBlocks * 128, gather}, monotonic_ns());
+  };
+  const double together = us(true);
+  const double apart = us(false);
+  CHECK(apart > 2 * together);
+  WriteRequest request;
+  request.transfer = 7;
+  request.strips = {&whole, 1};
+  request.from = all;
+  request.to = all;
+  request.merge = request.gather = false;
+  request.deadline_ns = monotonic_ns() + 30 * testing::kSecondNs;
+  route->write(request);
+  CHECK(us(true) == together);
+  CHECK(us(false) != apart);
+}
+
 TEST_CASE("a strip that takes several frames of sock is one call, and so are strips that share one") {
   Dice dice(9);
   const auto calls_of = [&](std::size_t bytes, std::uint32_t blocks, bool gather) {

@@ -11,6 +11,9 @@
 
 namespace kvpool::testing {
 
+// As a deadline: CLOCK_MONOTONIC.
+inline std::int64_t in_seconds(double seconds) { return monotonic_ns() + static_cast<std::int64_t>(seconds * 1e9); }
+
 // Looks again and again, for at most a minute. Sleeps in between: a thread that yields in a loop takes the core from
 // the thread that it waits for.
 template <class Condition>

@@ -248,7 +248,7 @@ TEST_CASE("UCX: blocks that do not exist are refused before anything is written"
   CHECK(wrong(blocks_of(Medium::kHbm, 0, 2), blocks_of(Medium::kHbm, 0, 1)));
   CHECK(pair.to_b->reaches(Medium::kHbm));
   const MediaSet hbm = media_set_of(Medium::kHbm);
-  CHECK(pair.to_b->estimate_us(hbm, hbm, 1, 4096, 0) < pair.to_b->estimate_us(hbm, hbm, 100, 409'600, 0));
+  CHECK(pair.to_b->estimate_us(hbm, hbm, {1, 4096}, 0) < pair.to_b->estimate_us(hbm, hbm, {100, 409'600}, 0));
 }
 
 TEST_CASE("UCX: what is missing is told with what to install") {

@@ -71,6 +71,11 @@ def test_a_core_that_was_compiled_from_other_sources_is_told(checkout):
     compiled = sources_digest(checkout)
     assert revision(checkout / "bench", compiled) == commit
     assert revision(checkout / "bench", "") == f"{commit}+stale-core"
+    kernel = checkout / "cuda" / "attention" / "kernels.py"  # is compiled as well
+    kernel.parent.mkdir(parents=True)
+    kernel.write_text("a = 1\n")
+    assert revision(checkout / "bench", compiled) == f"{commit}+stale-core"
+    kernel.unlink()
     source.write_text("int a = 2;\n")
     assert revision(checkout / "bench", compiled) == f"{commit}+stale-core"
     source.rename(source.with_name("b.cpp"))

@@ -1,6 +1,7 @@
-"""Two C++ types of one name in one namespace: each file sees its own, and the linker keeps one member of both.
+"""Two C++ types, or inline functions, of one name in one namespace: each file sees its own, and the linker keeps one.
 
-The compiler says nothing, and a destructor may then be that of the other type.
+The compiler says nothing. A destructor may then be that of the other type, and a count, once inlined and once called,
+the result of two different functions.
 """
 
 from __future__ import annotations
@@ -18,18 +19,26 @@ _END = re.compile(r"\}  // namespace\b")
 _TYPE = re.compile(
     r"(?:template <.*> )?(?:struct|class|union|enum class) (?:alignas\([^)]*\) )?(\w+)(?: final)?(?: : [^;]*)? \{"
 )
+# Overloads differ in what stands between the parentheses, up to the name of each parameter.
+_INLINE = re.compile(r"inline (?:[\w:<>,&*]+ )+[&*]?(\w+)\((.*)$")
+_PARAMETER_NAME = re.compile(r"\s*\b\w+(?: = [^,()]*)?(?=,|\)|$)")
 
 
-def types_in(path: Path) -> Iterator[str]:
-    """The full names of the types that a file defines, without those that no other file sees."""
+def definitions_in(path: Path) -> Iterator[str]:
+    """The full names of the types and inline functions that a file defines, without those that no other file sees."""
     namespaces: list[str | None] = []
     for line in path.read_text().splitlines():
         if begin := _BEGIN.match(line):
             namespaces.append(begin.group(1))
         elif _END.match(line):
             namespaces.pop()
-        elif (name := _TYPE.match(line)) and None not in namespaces:
+        elif None in namespaces:
+            continue
+        elif name := _TYPE.match(line):
             yield "::".join([*(each for each in namespaces if each), name.group(1)])
+        elif function := _INLINE.match(line):
+            parameters = _PARAMETER_NAME.sub("", function.group(2).partition(") ")[0].removesuffix(")"))
+            yield "::".join([*(each for each in namespaces if each), f"{function.group(1)}({parameters})"])
 
 
 def defined_twice(*folders: Path) -> list[str]:
@@ -38,12 +47,12 @@ def defined_twice(*folders: Path) -> list[str]:
     for folder in folders:
         for path in sorted(folder.rglob("*") if folder.name == "kvpool" else folder.glob("*")):
             if path.suffix in (".h", ".cpp"):
-                for name in types_in(path):
+                for name in dict.fromkeys(definitions_in(path)):  # one file may have one for each way to compile it
                     files[name].append(path.name)
     return [f"{name}: {', '.join(paths)}" for name, paths in files.items() if len(paths) > 1]
 
 
-def test_types_have_one_definition():
+def test_types_and_inline_functions_have_one_definition():
     assert not defined_twice(ROOT / "cpp" / "kvpool", ROOT / "tests" / "cpp")
     assert not defined_twice(ROOT / "cpp" / "kvpool", ROOT / "bindings")
 
@@ -57,3 +66,15 @@ def test_a_second_definition_is_found(tmp_path):
         "}  // namespace kvpool\nnamespace kvpool::other {\nstruct Seen {\n};\n}  // namespace kvpool::other\n"
     )
     assert defined_twice(tmp_path) == ["kvpool::Seen: a.h, b.cpp"]
+
+
+def test_a_second_inline_function_is_found_and_an_overload_is_not(tmp_path):
+    (tmp_path / "a.h").write_text(
+        "namespace kvpool {\ninline int count(const Bytes& of, int from = 0) {\n}\ninline int count(int of) {\n}\n"
+        "namespace {\ninline int hidden() {\n}\n}  // namespace\n}  // namespace kvpool\n"
+    )
+    (tmp_path / "b.h").write_text(
+        "namespace kvpool {\ninline int count(const Bytes& bytes, int first = 1) noexcept {\n}\n"
+        "inline int hidden() {\n}\n}  // namespace kvpool\n"
+    )
+    assert defined_twice(tmp_path) == ["kvpool::count(const Bytes&, int): a.h, b.h"]

@@ -126,8 +126,8 @@ class GroupRoute final : public Route {
     return {.one_sided = true, .by_caller = false, .waits = true, .whole = false};
   }
   // The only route between two instances: the ranks choose among theirs.
-  double estimate_us(const MediaSet& /*from*/, const MediaSet& /*to*/, std::uint64_t /*pieces*/,
-                     std::uint64_t /*bytes*/, std::int64_t /*now_ns*/) const noexcept override {
+  double estimate_us(const MediaSet& /*from*/, const MediaSet& /*to*/, const WriteSize& /*size*/,
+                     std::int64_t /*now_ns*/) const noexcept override {
     return 0;
   }
 

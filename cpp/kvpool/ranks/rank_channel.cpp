@@ -87,10 +87,10 @@ WriteOutcome RankChannel::write(const WriteRequest& request) {
     ~End() { channel.end_write(); }
   } const end{*this};
 
-  const std::uint64_t pieces = request.from.size() * request.strips.size();
-  const std::uint64_t bytes = request.from.size() * strip_bytes(request.strips);
+  const WriteSize size{request.from.size() * request.strips.size(), request.from.size() * strip_bytes(request.strips),
+                       request.gather};
   const auto route =
-      cheapest_route(routes, "", pieces, bytes, media_set_of(request.from), media_set_of(request.to), monotonic_ns());
+      cheapest_route(routes, "", size, media_set_of(request.from), media_set_of(request.to), monotonic_ns());
   if (route == nullptr) {
     throw Error(ErrorCode::kUnsupported, "there is no route to these blocks of " + peer_.name);
   }

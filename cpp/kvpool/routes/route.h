@@ -20,6 +20,7 @@
 #include "kvpool/base/segment.h"
 #include "kvpool/base/strips.h"
 #include "kvpool/routes/route_health.h"
+#include "kvpool/routes/write_size.h"
 
 namespace kvpool {
 
@@ -81,9 +82,9 @@ class Route {
   // Whether the caller should let another thread write: this thread reads what peers send, and must not wait for them.
   virtual bool wants_other_thread() noexcept { return false; }
 
-  // The estimated cost, in microseconds, of a write of this many pieces and bytes between these media: from
+  // The estimated cost, in microseconds, of a write of this size between these media: from
   // measurements, and from this route's earlier writes, as they count now.
-  virtual double estimate_us(const MediaSet& from, const MediaSet& to, std::uint64_t pieces, std::uint64_t bytes,
+  virtual double estimate_us(const MediaSet& from, const MediaSet& to, const WriteSize& size,
                              std::int64_t now_ns) const noexcept = 0;
   // The cost model behind the estimate, for the code that measures it; null if it is not measured. Lives as long as the
   // route.

@@ -29,8 +29,8 @@ bool carries(const Route& route, const MediaSet& from, const MediaSet& to) noexc
 }  // namespace
 
 std::shared_ptr<Route> cheapest_route(std::span<const std::shared_ptr<Route>> routes, const std::string& name,
-                                      std::uint64_t pieces, std::uint64_t bytes, const MediaSet& from,
-                                      const MediaSet& to, std::int64_t now_ns) {
+                                      const WriteSize& size, const MediaSet& from, const MediaSet& to,
+                                      std::int64_t now_ns) {
   std::shared_ptr<Route> best;
   double best_us = std::numeric_limits<double>::infinity();
   int best_rank = 0;
@@ -41,7 +41,7 @@ std::shared_ptr<Route> cheapest_route(std::span<const std::shared_ptr<Route>> ro
     const int rank = (suits ? 2 : 0) + (suits && route->ready(from, to) ? 1 : 0);
     if (rank < best_rank) continue;
     const double us =
-        routes.size() == 1 ? 0.0 : route->estimate_us(from, to, pieces, bytes, now_ns) * route->health().factor(now_ns);
+        routes.size() == 1 ? 0.0 : route->estimate_us(from, to, size, now_ns) * route->health().factor(now_ns);
     if (us < best_us || rank != best_rank) {
       best_us = us;
       best = route;

@@ -22,8 +22,8 @@ MediaSet media_set_of(std::span<const Address> addresses) noexcept;
 // writes, and among these the ones that are ready. A recent failure raises a route's cost: see RouteHealth. `now_ns`:
 // CLOCK_MONOTONIC.
 std::shared_ptr<Route> cheapest_route(std::span<const std::shared_ptr<Route>> routes, const std::string& name,
-                                      std::uint64_t pieces, std::uint64_t bytes, const MediaSet& from,
-                                      const MediaSet& to, std::int64_t now_ns);
+                                      const WriteSize& size, const MediaSet& from, const MediaSet& to,
+                                      std::int64_t now_ns);
 
 // The routes among which cheapest_route() chooses between two media while all of them work. If there are several,
 // measuring them is better than trusting their guesses. Leaves out routes that must not run in a caller's thread,

@@ -29,9 +29,9 @@ std::uint64_t pack(double correction, std::uint32_t now_ms) noexcept {
 
 }  // namespace
 
-std::size_t RouteCost::cell_of(std::uint64_t pieces, std::uint64_t bytes) noexcept {
-  const std::size_t by_bytes = class_of(bytes, 12, kByteClasses);
-  const std::size_t by_piece = class_of(bytes / std::max<std::uint64_t>(pieces, 1), 10, kPieceClasses);
+std::size_t RouteCost::cell_of(const WriteSize& size) noexcept {
+  const std::size_t by_bytes = class_of(size.bytes, 12, kByteClasses);
+  const std::size_t by_piece = class_of(size.bytes / std::max<std::uint64_t>(size.pieces, 1), 10, kPieceClasses);
   return by_bytes * kPieceClasses + by_piece;
 }
 
@@ -51,14 +51,20 @@ void RouteCost::correct(Cell& cell, double sample, std::uint32_t now_ms) noexcep
   cell.store(pack(std::clamp(next, -kCorrectionMax, kCorrectionMax), now_ms), std::memory_order_relaxed);
 }
 
-double RouteCost::Table::estimate_us(std::uint64_t pieces, std::uint64_t bytes, std::int64_t now_ns) const noexcept {
-  std::uint64_t word = cells[cell_of(pieces, bytes)].load(std::memory_order_relaxed);
-  if (word == 0) word = all.load(std::memory_order_relaxed);
-  const double us = write.us(pieces, bytes);
-  return (word == 0 ? us : us * std::exp(faded(word, milliseconds(now_ns)))) + arrival.us(pieces, bytes);
+double RouteCost::expected_us(const Table& table, const WriteSize& size) const noexcept {
+  const double calls_us = is_apart(size) ? us_per_call_ * static_cast<double>(size.pieces) : 0;
+  return table.write.us(size) + calls_us;
 }
 
-double RouteCost::estimate_us(const MediaSet& from, const MediaSet& to, std::uint64_t pieces, std::uint64_t bytes,
+double RouteCost::estimate_us(const Table& table, const WriteSize& size, std::int64_t now_ns) const noexcept {
+  const Corrections& corrections = is_apart(size) ? table.apart : table.together;
+  std::uint64_t word = corrections.cells[cell_of(size)].load(std::memory_order_relaxed);
+  if (word == 0) word = corrections.all.load(std::memory_order_relaxed);
+  const double us = expected_us(table, size);
+  return (word == 0 ? us : us * std::exp(faded(word, milliseconds(now_ns)))) + table.arrival.us(size);
+}
+
+double RouteCost::estimate_us(const MediaSet& from, const MediaSet& to, const WriteSize& size,
                               std::int64_t now_ns) const noexcept {
   std::optional<double> most;
   const Table* last = nullptr;
@@ -68,13 +74,13 @@ double RouteCost::estimate_us(const MediaSet& from, const MediaSet& to, std::uin
       const Table* const table = table_of(source, target);
       if (table == last) continue;
       last = table;
-      most = std::max(most.value_or(0), table->estimate_us(pieces, bytes, now_ns));
+      most = std::max(most.value_or(0), estimate_us(*table, size, now_ns));
     }
   }
-  return most ? *most : guess_.estimate_us(pieces, bytes, now_ns);
+  return most ? *most : estimate_us(guess_, size, now_ns);
 }
 
-void RouteCost::measured(const MediaSet& from, const MediaSet& to, std::uint64_t pieces, std::uint64_t bytes, double us,
+void RouteCost::measured(const MediaSet& from, const MediaSet& to, const WriteSize& size, double us,
                          std::int64_t now_ns) noexcept {
   Table* table = nullptr;
   for (const Medium source : kMedia) {
@@ -86,12 +92,13 @@ void RouteCost::measured(const MediaSet& from, const MediaSet& to, std::uint64_t
     }
   }
   if (table == nullptr) return;
-  const double expected = table->write.us(pieces, bytes);
+  const double expected = expected_us(*table, size);
   if (!(us > 0) || !(expected > 0)) return;
   const double sample = std::log(us / expected);
   const std::uint32_t now_ms = milliseconds(now_ns);
-  correct(table->cells[cell_of(pieces, bytes)], sample, now_ms);
-  correct(table->all, sample, now_ms);
+  Corrections& corrections = is_apart(size) ? table->apart : table->together;
+  correct(corrections.cells[cell_of(size)], sample, now_ms);
+  correct(corrections.all, sample, now_ms);
 }
 
 void RouteCost::set_prior(Medium from, Medium to, const RoutePrior& write, const RoutePrior& arrival) {

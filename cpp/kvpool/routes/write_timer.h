@@ -10,7 +10,7 @@
 namespace kvpool {
 
 // Starts when it is made. Writes that throw are not recorded, because they say nothing about the cost of successful
-// ones, and neither are those that must not gather, because they say nothing about the cost of others.
+// ones.
 class WriteTimer {
  public:
   WriteTimer(RouteCost& cost, const WriteRequest& request) noexcept
@@ -20,9 +20,8 @@ class WriteTimer {
   double stop(const WriteOutcome& outcome) noexcept {
     const std::int64_t now_ns = monotonic_ns();
     const double us = static_cast<double>(now_ns - began_ns_) / 1e3;
-    if (request_.gather) {
-      cost_.measured(media_set_of(request_.from), media_set_of(request_.to), outcome.pieces, outcome.bytes, us, now_ns);
-    }
+    const WriteSize size{outcome.pieces, outcome.bytes, request_.gather};
+    cost_.measured(media_set_of(request_.from), media_set_of(request_.to), size, us, now_ns);
     return us;
   }
 

@@ -290,8 +290,8 @@ void Session::begin_push(const CallPointer& call, const std::shared_ptr<FetchBod
       std::make_shared<std::pair<BlockStrip, std::shared_ptr<FetchBody>>>(BlockStrip{0, 0, layout.block_bytes()}, body);
   WriteJob job;
   job.bytes = body->from.size() * layout.block_bytes();
-  job.route = choose_route(body->route, body->from.size() * (layout.aggregated ? 1 : layout.piece_bytes.size()),
-                           job.bytes, media_set_of(body->from), media_set_of(body->to), body->checksum);
+  const WriteSize size{body->from.size() * (layout.aggregated ? 1 : layout.piece_bytes.size()), job.bytes};
+  job.route = choose_route(body->route, size, media_set_of(body->from), media_set_of(body->to), body->checksum);
   if (body->checksum) check_whole(*job.route);
   job.request.transfer = call->id();
   job.request.strips = std::span(&strip->first, 1);

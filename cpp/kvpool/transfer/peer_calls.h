@@ -17,7 +17,8 @@
 //       for verbs that free blocks. At most transfers_max calls of this side, of all verbs together, wait for the peer.
 //
 // Thread-safety: all of it, except that serve() and when_late() must precede the first message. Lives on while a call
-// is served. While the lock is held, nothing is called that could take a lock but the leaves of routes.
+// is served. While the lock is held, nothing is called that could take a lock but the leaves of routes: the session
+// asks routes for their costs, and whether they are ready, without it.
 #pragma once
 
 #include <atomic>

@@ -9,6 +9,7 @@
 #include "kvpool/transfer/outgoing.h"
 #include "kvpool/transfer/peer_reads.h"
 #include "kvpool/transfer/prompt_fetch.h"
+#include "kvpool/transfer/strategy.h"
 
 namespace kvpool {
 namespace {
@@ -108,10 +109,11 @@ std::shared_ptr<Transfer> Session::transfer(TransferRequest&& request) {
 std::shared_ptr<Outgoing> Session::prepare(TransferRequest&& request) {
   if (lost()) throw_lost();
   const Layout& layout = host_.blocks().layout();
-  const std::uint64_t bytes = request.from.size() * layout.block_bytes();
-  const std::uint64_t pieces = request.from.size() * (layout.aggregated ? 1 : layout.piece_bytes.size());
+  const bool gather = merges(strategy_used(request.strategy, request.streamed));
+  const WriteSize size{request.from.size() * (layout.aggregated && gather ? 1 : layout.piece_bytes.size()),
+                       request.from.size() * layout.block_bytes(), gather};
   const MediaSet reach = request.to.empty() ? media_set_of(request.medium) : media_set_of(request.to);
-  auto route = choose_route(request.route, pieces, bytes, media_set_of(request.from), reach, request.checksum);
+  auto route = choose_route(request.route, size, media_set_of(request.from), reach, request.checksum);
   if (request.checksum) check_whole(*route);
   return std::make_shared<Outgoing>(shared_from_this(), calls_->next_id(), std::move(request), std::move(route));
 }

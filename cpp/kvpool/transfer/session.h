@@ -19,6 +19,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "kvpool/base/check.h"
 #include "kvpool/base/pace.h"
 #include "kvpool/base/wait.h"
 #include "kvpool/net/connect/peer_metadata.h"
@@ -195,10 +196,12 @@ class Session final : public LinkHandler, public DepartingPeer, public std::enab
     std::vector<std::shared_ptr<Route>> routes;
   };
   // For a write. Unmeasured pairs of media are measured afterwards, on another thread.
-  std::shared_ptr<Route> choose_route(const std::string& name, std::uint64_t pieces, std::uint64_t bytes,
-                                      const MediaSet& from, const MediaSet& to, bool whole = false);
-  std::shared_ptr<Route> cheapest(const std::string& name, std::uint64_t pieces, std::uint64_t bytes,
-                                  const MediaSet& from, const MediaSet& to, bool whole) const;
+  std::shared_ptr<Route> choose_route(const std::string& name, const WriteSize& size, const MediaSet& from,
+                                      const MediaSet& to, bool whole = false);
+  std::shared_ptr<Route> cheapest(const std::string& name, const WriteSize& size, const MediaSet& from,
+                                  const MediaSet& to, bool whole) const;
+  // For asking them: that may take locks, which the session's must not be held for.
+  std::vector<std::shared_ptr<Route>> routes_now() const;
   void want_measured(const MediaSet& from, const MediaSet& to) noexcept;
   void measure_wanted() noexcept;
   std::vector<Question> claim_questions(const MediaSet& from, const MediaSet& to);
@@ -263,7 +266,10 @@ class Session final : public LinkHandler, public DepartingPeer, public std::enab
   std::uint32_t returning_ = 0;  // returns that the peer has not been told of: recalls are answered after them
 
   // Under the session's lock.
-  std::mutex& mutex() const noexcept { return calls_->mutex(); }
+  std::mutex& mutex() const noexcept {
+    KVPOOL_DCHECK(calls_ != nullptr);  // it is of start()
+    return calls_->mutex();
+  }
   std::shared_ptr<Link> link_;
   std::vector<std::shared_ptr<Route>> routes_;  // none once it is lost
   std::optional<Error> why_lost_;               // once parting_ has reached kStopping

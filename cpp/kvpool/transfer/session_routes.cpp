@@ -60,30 +60,32 @@ std::vector<RoutePrice> Session::route_prices() const {
 
 // --- the choice ---
 
-std::shared_ptr<Route> Session::choose_route(const std::string& name, std::uint64_t pieces, std::uint64_t bytes,
-                                             const MediaSet& from, const MediaSet& to, bool whole) {
-  auto route = cheapest(name, pieces, bytes, from, to, whole);
+std::shared_ptr<Route> Session::choose_route(const std::string& name, const WriteSize& size, const MediaSet& from,
+                                             const MediaSet& to, bool whole) {
+  auto route = cheapest(name, size, from, to, whole);
   if (name.empty()) want_measured(from, to);
   return route;
 }
 
-std::shared_ptr<Route> Session::cheapest(const std::string& name, std::uint64_t pieces, std::uint64_t bytes,
-                                         const MediaSet& from, const MediaSet& to, bool whole) const {
+std::vector<std::shared_ptr<Route>> Session::routes_now() const {
+  const std::lock_guard lock(mutex());
+  return routes_;
+}
+
+std::shared_ptr<Route> Session::cheapest(const std::string& name, const WriteSize& size, const MediaSet& from,
+                                         const MediaSet& to, bool whole) const {
   const std::int64_t now_ns = host_.now_ns();
-  std::unique_lock lock(mutex());
-  if (routes_.empty()) {
-    lock.unlock();
-    throw_lost();
-  }
+  const std::vector<std::shared_ptr<Route>> routes = routes_now();
+  if (routes.empty()) throw_lost();
   if (whole && name.empty()) {
     std::vector<std::shared_ptr<Route>> checkable;
-    std::ranges::copy_if(routes_, std::back_inserter(checkable), [](const auto& one) { return one->traits().whole; });
-    if (auto best = cheapest_route(checkable, name, pieces, bytes, from, to, now_ns)) return best;
+    std::ranges::copy_if(routes, std::back_inserter(checkable), [](const auto& one) { return one->traits().whole; });
+    if (auto best = cheapest_route(checkable, name, size, from, to, now_ns)) return best;
   }
-  auto best = cheapest_route(routes_, name, pieces, bytes, from, to, now_ns);
+  auto best = cheapest_route(routes, name, size, from, to, now_ns);
   if (best != nullptr) return best;
   std::string known;
-  for (const auto& route : routes_) known += (known.empty() ? "" : ", ") + std::string(route->name());
+  for (const auto& route : routes) known += (known.empty() ? "" : ", ") + std::string(route->name());
   throw Error(ErrorCode::kUnsupported, "there is no route " + name + " from these blocks to those of peer " +
                                            peer_.name + "; there are: " + known);
 }
@@ -102,8 +104,7 @@ std::vector<Session::Question> Session::claim_questions(const MediaSet& from, co
       if (!from[source] || !to[target] || claimed.load(std::memory_order_relaxed)) continue;
       RouteCandidates candidates;
       if (blocks.spans()[source].blocks > 0 && peer_.media[target].blocks > 0) {
-        const std::lock_guard lock(mutex());
-        candidates = candidates_between(routes_, source, target);
+        candidates = candidates_between(routes_now(), source, target);
       }
       const bool on_gpu = blocks.on_gpu(source) || peer_.media[target].kind == MemoryKind::kGpu;
       const bool asks = candidates.routes.size() > 1 && (on_gpu || candidates.by_name);

@@ -10,8 +10,6 @@ std::uint32_t pieces_per_layer(const Layout& layout) noexcept {
   return layout.piece_bytes.size() % 2 == 0 ? 2 : 1;
 }
 
-bool merges(Strategy strategy) noexcept { return strategy != Strategy::kByLayer && strategy != Strategy::kByRequest; }
-
 // A strip for each piece, so that none is joined with its neighbour.
 void append_pieces(const Layout& layout, std::size_t first, std::size_t count, std::vector<BlockStrip>& out) {
   std::uint64_t offset = 0;
@@ -63,6 +61,8 @@ Strategy strategy_used(Strategy asked, bool streamed) noexcept {
 bool is_layered(Strategy strategy) noexcept {
   return strategy == Strategy::kByLayer || strategy == Strategy::kByLayerAgg;
 }
+
+bool merges(Strategy strategy) noexcept { return strategy != Strategy::kByLayer && strategy != Strategy::kByRequest; }
 
 WriteStep layer_step(const Layout& layout, Strategy strategy, std::uint32_t layer) {
   WriteStep step{{}, merges(strategy)};

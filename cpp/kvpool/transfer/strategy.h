@@ -33,6 +33,8 @@ struct WriteStep {
 // stays and all others become by_layer_agg.
 Strategy strategy_used(Strategy asked, bool streamed) noexcept;
 bool is_layered(Strategy strategy) noexcept;
+// Whether contiguous ranges are joined, and gathered. REQUIRES: the strategy is one that is used.
+bool merges(Strategy strategy) noexcept;
 // The steps of a strategy in order. One step of a streamed transfer is one layer.
 std::vector<WriteStep> plan_steps(const Layout& layout, Strategy strategy);
 WriteStep layer_step(const Layout& layout, Strategy strategy, std::uint32_t layer);

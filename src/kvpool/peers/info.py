@@ -35,7 +35,8 @@ class RouteCost:
     """The expected cost of writes by one route to a peer, before the times of recent transfers correct it.
 
     A write of this many pieces and bytes is expected to take
-    ``latency_us + us_per_piece * pieces + bytes / (gigabytes_per_s * 1000)`` microseconds.
+    ``latency_us + us_per_piece * pieces + bytes / (gigabytes_per_s * 1000)`` microseconds. By ``sock`` and ``cma`` this
+    is for pieces that are gathered: each piece of ``by_request`` and ``by_layer`` costs about 2 and 1 more.
 
     Attributes:
         route: Its name. The CPU's and the GPU's route of one name share it.

@@ -96,9 +96,9 @@ class CudaRoute final : public Route {
     const std::lock_guard lock(mutex_);
     return mapped_ == nullptr || mapped_->reach.is_ready(to);
   }
-  double estimate_us(const MediaSet& from, const MediaSet& to, std::uint64_t pieces, std::uint64_t bytes,
+  double estimate_us(const MediaSet& from, const MediaSet& to, const WriteSize& size,
                      std::int64_t now_ns) const noexcept override {
-    return cost_.estimate_us(from, to, pieces, bytes, now_ns);
+    return cost_.estimate_us(from, to, size, now_ns);
   }
   RouteCost* cost() noexcept override { return &cost_; }
 
@@ -136,6 +136,9 @@ class CudaRoute final : public Route {
   WriteOutcome write_parts(const WriteRequest& request, DeviceCopier& copier) {
     const TransferParts parts(request.strips, request.from.size(), PartLimits{.bytes_max = local_.part_bytes});
     WriteOutcome outcome;
+    // Parts cut runs that are one piece by the plan; what counts is the plan.
+    StripPlan plan(local_.spans, peer_, request.strips, request.merge);
+    outcome.calls = outcome.pieces = plan.count(request.from, request.to);
     DeviceCopier::Run run(copier);
     std::size_t arrived = 0;
     const auto await_one = [&] {
@@ -149,10 +152,9 @@ class CudaRoute final : public Route {
         if (run.parts() == kPartsUnderWay) await_one();
         if (i > 0) throw_if_stopped(request, name_, closed_);
         run.begin();
-        outcome.calls += write_part(request, parts[i], run);
+        write_part(request, parts[i], run);
       }
       while (run.parts() > 0) await_one();
-      outcome.pieces = outcome.calls;
     } catch (...) {
       // What is under way must not write into blocks that are somebody else's by then.
       run.wait_for_all();
@@ -161,40 +163,36 @@ class CudaRoute final : public Route {
     return outcome;
   }
 
-  // Returns how many pieces there are. What the GPU copies of it is under way then.
-  std::uint64_t write_part(const WriteRequest& request, const TransferPart& part, DeviceCopier::Run& run) {
+  // What the GPU copies of it is under way when this returns.
+  void write_part(const WriteRequest& request, const TransferPart& part, DeviceCopier::Run& run) {
     MediumPairMap<Group> groups;
     for (std::size_t i = part.first_block; i < part.first_block + part.blocks; ++i) {
       Group& group = groups[medium_of(request.from[i])][medium_of(request.to[i])];
       group.from.push_back(request.from[i]);
       group.to.push_back(request.to[i]);
     }
-    std::uint64_t calls = 0;
     for (const Medium from : kMedia) {
       for (const Medium to : kMedia) {
         const Group& group = groups[from][to];
-        if (!group.from.empty()) calls += write_group(request, part, from, to, group, run);
+        if (!group.from.empty()) write_group(request, part, from, to, group, run);
       }
     }
-    return calls;
   }
 
-  std::uint64_t write_group(const WriteRequest& request, const TransferPart& part, Medium from, Medium to,
-                            const Group& group, DeviceCopier::Run& run) {
+  void write_group(const WriteRequest& request, const TransferPart& part, Medium from, Medium to, const Group& group,
+                   DeviceCopier::Run& run) {
     if (!local_.on_gpu[from] && !peer_on_gpu_[to]) {
-      std::uint64_t calls = 0;
       StripPlan pieces(local_.spans, peer_, part.strips, request.merge);
       pieces.emit(group.from, group.to, [&](std::span<const CopyPiece> batch) {
         copy_pieces(batch, CopyWay::kCached);
-        calls += batch.size();
         return true;
       });
-      return calls;
+      return;
     }
     std::vector<PlannedStrip> plan;
     plan_strips(local_.spans[from], peer_[to], part.strips, request.merge, plan);
     const GpuWay way = !local_.on_gpu[from] ? GpuWay::kIn : !peer_on_gpu_[to] ? GpuWay::kOut : GpuWay::kWithin;
-    return run.copy(way, plan, group.from, group.to, request.merge);
+    run.copy(way, plan, group.from, group.to, request.merge);
   }
 
   const char* const name_;

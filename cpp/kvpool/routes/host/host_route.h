@@ -18,17 +18,22 @@ class HostRoute : public Route {
  public:
   bool reaches(Medium medium) const noexcept final { return peer_[medium].blocks > 0; }
   bool reads(Medium medium) const noexcept final { return local_[medium].blocks > 0; }
-  double estimate_us(const MediaSet& from, const MediaSet& to, std::uint64_t pieces, std::uint64_t bytes,
+  double estimate_us(const MediaSet& from, const MediaSet& to, const WriteSize& size,
                      std::int64_t now_ns) const noexcept final {
-    return cost_.estimate_us(from, to, pieces, bytes, now_ns);
+    return cost_.estimate_us(from, to, size, now_ns);
   }
   RouteCost* cost() noexcept final { return &cost_; }
   void close() noexcept final { closed_.store(true, std::memory_order_relaxed); }
 
  protected:
   // `keepalive` keeps the memory of the spans alive.
-  HostRoute(MediaSpans local, MediaSpans peer, std::shared_ptr<void> keepalive, CopyTeam& team, const RoutePrior& guess)
-      : local_(std::move(local)), peer_(std::move(peer)), keepalive_(std::move(keepalive)), team_(team), cost_(guess) {}
+  HostRoute(MediaSpans local, MediaSpans peer, std::shared_ptr<void> keepalive, CopyTeam& team, const RoutePrior& guess,
+            double us_per_call = 0)
+      : local_(std::move(local)),
+        peer_(std::move(peer)),
+        keepalive_(std::move(keepalive)),
+        team_(team),
+        cost_(guess, us_per_call) {}
 
   const MediaSpans local_;
   const MediaSpans peer_;

@@ -44,17 +44,17 @@ void nccl_wait(const std::function<bool()>& done, const NcclCheck& check) {
 NcclCommunicator::NcclCommunicator(const CudaContext& context, const NcclLibrary& library, const NcclId& id,
                                    NcclWay way, int thread_blocks_max, const NcclCheck& check)
     : library_(library), way_(way), cost_(context) {
-  try {
-    cost_.measure([&] {
+  cost_.measure([&] {
+    try {
       NcclConfig config = without_blocking(thread_blocks_max);
       const NcclResult begun = library_.comm_init_rank_config(&comm_, 2, id, static_cast<int>(way), &config);
       library_.require(begun, "ncclCommInitRankConfig", comm_);
       await_result("ncclCommInitRankConfig", check);
-    });
-  } catch (...) {
-    if (comm_ != nullptr) library_.comm_abort(comm_);
-    throw;
-  }
+    } catch (...) {
+      if (comm_ != nullptr) library_.comm_abort(comm_);
+      throw;
+    }
+  });
 }
 
 NcclCommunicator::~NcclCommunicator() {

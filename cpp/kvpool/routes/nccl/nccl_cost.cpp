@@ -17,11 +17,12 @@ struct Counters {
   std::atomic<std::uint64_t> staging_bytes{0};
 
   // Of the measurements under way. A GPU has one count of free memory, so of those that overlap, the one that ends next
-  // takes what fell since the last of them ended.
+  // takes what fell since it began and none has taken.
   std::mutex mutex;
   std::uint32_t measuring = 0;
-  std::int64_t fallen = 0;  // bytes that none has taken yet; below zero when memory was freed
-  std::uint64_t free = 0;   // at the last look; 0: unknown
+  std::int64_t fallen = 0;   // bytes, in all; falls when memory is freed
+  std::int64_t untaken = 0;  // of what fell since the first of those under way began
+  std::uint64_t free = 0;    // at the last look; 0: unknown
 };
 
 Counters& counters_of(int gpu) noexcept {
@@ -35,7 +36,9 @@ void look(const CudaContext& context, Counters& counters) noexcept {
   std::size_t total = 0;
   if (context.driver().mem_get_info(&free, &total) != kCudaSuccess) free = 0;
   if (free != 0 && counters.free != 0) {
-    counters.fallen += static_cast<std::int64_t>(counters.free) - static_cast<std::int64_t>(free);
+    const std::int64_t fell = static_cast<std::int64_t>(counters.free) - static_cast<std::int64_t>(free);
+    counters.fallen += fell;
+    counters.untaken += fell;
   }
   counters.free = free;
 }
@@ -69,7 +72,8 @@ void CommunicatorCost::begin() noexcept {
   Counters& counters = counters_of(context_.ordinal());
   const std::lock_guard lock(counters.mutex);
   look(context_, counters);
-  if (counters.measuring++ == 0) counters.fallen = 0;
+  if (counters.measuring++ == 0) counters.untaken = 0;
+  fallen_before_ = counters.fallen;
 }
 
 void CommunicatorCost::end(bool done) noexcept {
@@ -77,10 +81,11 @@ void CommunicatorCost::end(bool done) noexcept {
   const std::lock_guard lock(counters.mutex);
   look(context_, counters);
   --counters.measuring;
-  if (!done || counters.fallen <= 0) return;
-  bytes_ += static_cast<std::uint64_t>(counters.fallen);
-  counters.library_bytes += static_cast<std::uint64_t>(counters.fallen);
-  counters.fallen = 0;
+  if (!done) return;
+  const std::int64_t taken = std::max<std::int64_t>(std::min(counters.untaken, counters.fallen - fallen_before_), 0);
+  bytes_ += static_cast<std::uint64_t>(taken);
+  counters.library_bytes += static_cast<std::uint64_t>(taken);
+  counters.untaken = std::max<std::int64_t>(counters.untaken - taken, 0);  // what others free is owed by none
 }
 
 }  // namespace kvpool

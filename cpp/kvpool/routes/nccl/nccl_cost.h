@@ -14,7 +14,7 @@ namespace kvpool {
 struct NcclCost {
   std::uint32_t communicators = 0;
   // By how much the free memory of the GPU fell while these were made and first used: about what NCCL has taken, since
-  // others may allocate or free meanwhile. What fell while several were made at once counts once.
+  // others may allocate or free meanwhile. What fell while several were made at once counts once, with one of them.
   std::uint64_t library_bytes = 0;
   std::uint64_t staging_bytes = 0;  // in use, or kept until it can be freed
 };
@@ -34,7 +34,8 @@ class CommunicatorCost {
   CommunicatorCost(const CommunicatorCost&) = delete;
   CommunicatorCost& operator=(const CommunicatorCost&) = delete;
 
-  // Adds what this takes of the GPU's free memory; nothing if it throws, for then the communicator goes.
+  // Adds what this takes of the GPU's free memory; nothing if it throws. REQUIRES: a communicator that goes then has
+  // gone when it throws, or what it gives back counts against others that are measured.
   template <class Work>
   void measure(Work&& work) {
     begin();
@@ -53,6 +54,7 @@ class CommunicatorCost {
 
   const CudaContext& context_;
   std::uint64_t bytes_ = 0;
+  std::int64_t fallen_before_ = 0;  // when the measurement under way began
 };
 
 }  // namespace kvpool

@@ -132,9 +132,9 @@ class NcclRoute final : public Route {
   RouteTraits traits() const noexcept override {
     return {.one_sided = false, .by_caller = false, .waits = true, .whole = false};
   }
-  double estimate_us(const MediaSet& from, const MediaSet& to, std::uint64_t pieces, std::uint64_t bytes,
+  double estimate_us(const MediaSet& from, const MediaSet& to, const WriteSize& size,
                      std::int64_t now_ns) const noexcept override {
-    return cost_.estimate_us(from, to, pieces, bytes, now_ns);
+    return cost_.estimate_us(from, to, size, now_ns);
   }
   RouteCost* cost() noexcept override { return &cost_; }
   std::shared_ptr<RouteReceiver> route_receiver() const noexcept override { return route_receiver_; }
@@ -162,6 +162,8 @@ class NcclRoute final : public Route {
       outcome.bytes += bytes;
       if (request.bytes_done != nullptr) request.bytes_done->fetch_add(bytes, std::memory_order_relaxed);
     }
+    // By the plan: a strip of a block that takes several passes is one message.
+    outcome.calls = std::min<std::uint64_t>(outcome.calls, request.strips.size() * request.from.size());
     outcome.pieces = outcome.calls;
     timer.stop(outcome);
     return outcome;

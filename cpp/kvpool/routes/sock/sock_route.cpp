@@ -104,9 +104,9 @@ class SockRoute final : public Route {
   const char* name() const noexcept override { return "sock"; }
   RouteTraits traits() const noexcept override { return {.one_sided = false, .by_caller = true, .waits = true}; }
   bool reaches(Medium) const noexcept override { return true; }
-  double estimate_us(const MediaSet& from, const MediaSet& to, std::uint64_t pieces, std::uint64_t bytes,
+  double estimate_us(const MediaSet& from, const MediaSet& to, const WriteSize& size,
                      std::int64_t now_ns) const noexcept override {
-    return cost_.estimate_us(from, to, pieces, bytes, now_ns);
+    return cost_.estimate_us(from, to, size, now_ns);
   }
   RouteCost* cost() noexcept override { return &cost_; }
   bool wants_other_thread() noexcept override { return link_->would_queue(); }
@@ -170,7 +170,7 @@ class SockRoute final : public Route {
   const std::shared_ptr<Link> link_;
   const std::shared_ptr<DeviceStaging> staging_;
   const MediaSet on_gpu_;
-  RouteCost cost_{kSockPrior};
+  RouteCost cost_{kSockPrior, kSockCallUs};
   std::atomic<bool> closed_{false};
 };
 

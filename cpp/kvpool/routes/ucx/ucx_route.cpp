@@ -83,9 +83,9 @@ bool UcxRoute::suits(const MediaSet& from, const MediaSet& to) const noexcept {
   return (kinds_of(from, to) & refused_.load(std::memory_order_relaxed)) == 0;
 }
 
-double UcxRoute::estimate_us(const MediaSet& from, const MediaSet& to, std::uint64_t pieces, std::uint64_t bytes,
+double UcxRoute::estimate_us(const MediaSet& from, const MediaSet& to, const WriteSize& size,
                              std::int64_t now_ns) const noexcept {
-  return cost_.estimate_us(from, to, pieces, bytes, now_ns);
+  return cost_.estimate_us(from, to, size, now_ns);
 }
 
 WriteOutcome UcxRoute::write(const WriteRequest& request) {

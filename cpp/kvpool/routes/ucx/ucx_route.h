@@ -28,7 +28,7 @@ class UcxRoute final : public Route {
   bool reads(Medium medium) const noexcept override;
   // False once UCX has reported that it cannot copy between the two kinds of memory.
   bool suits(const MediaSet& from, const MediaSet& to) const noexcept override;
-  double estimate_us(const MediaSet& from, const MediaSet& to, std::uint64_t pieces, std::uint64_t bytes,
+  double estimate_us(const MediaSet& from, const MediaSet& to, const WriteSize& size,
                      std::int64_t now_ns) const noexcept override;
   RouteCost* cost() noexcept override { return &cost_; }
   WriteOutcome write(const WriteRequest& request) override;
