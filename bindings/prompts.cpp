@@ -197,7 +197,8 @@ Raises:
 For blocks whose content turned out to be wrong. No match finds them from now on. Those that are pinned stay readable by
 their addresses until the last of their pins is released, but not for peers, whose fetches raise StaleAddress; the
 others are free at once. A save, a transfer or a fetch under way that builds on them raises Busy when it ends: it can be
-tried again.
+tried again. What lies on DISK is erased there in the background, as soon as the drive allows: a process that is killed
+within that moment may find it after its restart; ``flush`` returns when it is gone for good.
 
 Args:
     addrs: Addresses of cached blocks. Those that are gone already, because they were evicted or forgotten, are skipped.
@@ -222,6 +223,8 @@ Raises:
            }),
            py::arg("tokens"), py::arg("namespace") = "", py::arg("descendants") = false,
            R"(Removes the cached blocks of a prompt that no longer prompt shares.
+
+On DISK they are erased in the background, as by ``forget``.
 
 Args:
     tokens: Token ids.

@@ -15,7 +15,7 @@ namespace kvpool {
 namespace {
 
 constexpr std::size_t kReadBytes = 32 << 20;  // asked for together; a swap can be cancelled in between
-constexpr std::int64_t kLookNs = 20'000'000;  // how often a waiting swap looks whether it was cancelled
+constexpr std::int64_t kLookNs = 20'000'000;  // how often what waits looks whether it is to end
 constexpr std::int64_t kNoTimeNs = INT64_MAX;
 
 }  // namespace
@@ -92,8 +92,9 @@ void DiskTier::read(PendingSwapIn& pending, Swap* swap) {
     Completion& ended = ticket->completion();
     try {
       while (!ended.done()) {
-        ended.sleep_until(swap != nullptr ? monotonic_ns() + kLookNs : until);
+        ended.sleep_until(std::min(until, monotonic_ns() + kLookNs));
         if (swap != nullptr) swap->check();
+        check_not_stopping();
       }
     } catch (...) {
       ticket->abandon();  // the blocks are given back, so nothing may write to them any more

@@ -162,7 +162,8 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool> {
   // block that is not being filled, and as check_free().
   void filled(std::span<const Address> addresses);
   // Drops cached blocks and everything that continues them: those that are pinned are found no more, and become free
-  // with their last pin. Skips blocks that are gone already. Returns how many. Throws kArgument, kNotOwner, kState.
+  // with their last pin. Skips blocks that are gone already. Returns how many. What lies on DISK is erased soon after
+  // (DiskTier). Throws kArgument, kNotOwner, kState.
   std::size_t forget(std::span<const Address> addresses);
   std::size_t erase(std::string_view name_space, const Token* tokens, std::size_t n_tokens, bool descendants);
   std::size_t evict(std::size_t n, MediumChoice medium);
