@@ -174,6 +174,24 @@ TEST_CASE("a close ends a flush that waits for the drive") {
   CHECK(flusher.code == ErrorCode::kClosed);
 }
 
+TEST_CASE("the thread that waits in a flush may close the pool, as a handler of a signal does") {
+  const auto files = std::make_shared<PowerDisk>();
+  Hang hang(*files, PowerDisk::Call::kWrite);
+  const auto pool = open(disk_pool(files));
+  store(pool, prompt(1, 3));
+  hang.on = true;
+  std::atomic<int> asked{0};
+  const Waiting closing(monotonic_ns() + kSoon, [&] {
+    if (++asked == 5) {  // by then it waits for the drive
+      pool->close();
+      hang.on = false;
+    }
+    return false;
+  });
+  CHECK(code_of([&] { pool->flush_disk(true, closing); }) == ErrorCode::kClosed);
+  CHECK(asked == 5);
+}
+
 TEST_CASE("threads that close a pool at the same time all return") {
   for (int round = 0; round < 20; ++round) {
     const auto pool = open(disk_pool(std::make_shared<PowerDisk>()));

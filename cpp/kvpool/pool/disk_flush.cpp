@@ -41,6 +41,20 @@ std::unique_lock<std::mutex> DiskTier::lock_to_write(const Waiting& waiting) {
   return alone;
 }
 
+// For the writer. After close() has begun it waits this long at most, and may come back without the lock: a caller of
+// flush() lets go within kSliceNs, unless it is the one that closes, in a handler of a signal.
+std::unique_lock<std::mutex> DiskTier::lock_until_stop(std::int64_t grace_ns) {
+  std::unique_lock alone(write_mutex_, std::defer_lock);
+  std::int64_t until = 0;
+  while (!alone.try_lock()) {
+    const std::int64_t now = monotonic_ns();
+    if (until == 0 && stopping_.load()) until = now + grace_ns;
+    if (until != 0 && now >= until) break;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return alone;
+}
+
 // Returns when the batch has ended; throws as check_waiting() before, and the batch goes on.
 void DiskTier::await(DiskBatch& batch, const Waiting* waiting) {
   Completion& ended = batch.completion();

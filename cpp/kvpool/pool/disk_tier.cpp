@@ -21,8 +21,9 @@ namespace {
 
 constexpr std::size_t kBatchBytes = 8 << 20;  // written together
 constexpr std::size_t kBatchBlocksMax = 256;
-constexpr std::int64_t kLookNs = 20'000'000;   // how often what waits looks whether it is to end
-constexpr std::int64_t kNoTimeNs = INT64_MAX;  // the store switches itself off when the drive hangs
+constexpr std::int64_t kLookNs = 20'000'000;     // how often what waits looks whether it is to end
+constexpr std::int64_t kLastNs = 1'000'000'000;  // how long a close waits for its turn to erase
+constexpr std::int64_t kNoTimeNs = INT64_MAX;    // the store switches itself off when the drive hangs
 
 DiskOptions store_options(const PoolOptions& options) {
   const DiskTierOptions& disk = *options.disk;
@@ -148,8 +149,8 @@ void DiskTier::run() noexcept {
   }
   // What was dropped is not to come back.
   try {
-    const std::lock_guard alone(write_mutex_);
-    erase(next_erased(), nullptr);
+    const auto alone = lock_until_stop(kLastNs);
+    if (alone.owns_lock()) erase(next_erased(), nullptr);
   } catch (const std::exception&) {
     // It is found again at the next start, and evicted in its turn.
   }
@@ -157,7 +158,8 @@ void DiskTier::run() noexcept {
 
 // What is to be erased, and, if the budget allows it, some prompts. Returns how long to wait for the budget.
 std::int64_t DiskTier::write_next() {
-  const std::lock_guard alone(write_mutex_);  // so that flush() waits for what this takes
+  const auto alone = lock_until_stop(0);  // so that flush() waits for what this takes
+  if (!alone.owns_lock()) return 0;
   erase(next_erased(), nullptr);
   const std::int64_t wait = budget_.wait_ns(monotonic_ns());
   if (wait > 0) return wait;

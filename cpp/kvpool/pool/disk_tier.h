@@ -115,6 +115,7 @@ class DiskTier {
   void check_not_stopping() const;
   void check_waiting(const Waiting& waiting) const;
   std::unique_lock<std::mutex> lock_to_write(const Waiting& waiting);
+  std::unique_lock<std::mutex> lock_until_stop(std::int64_t grace_ns);
   void write(const Batch& batch, const Waiting* waiting, std::vector<bool>& written);
   void read(PendingSwapIn& pending, Swap* swap);
   void check_read(const PendingSwapIn& pending, std::size_t first, DiskBatch& batch);
