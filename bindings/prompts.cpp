@@ -16,6 +16,7 @@
 #include "kvpool/pool/pool.h"
 #include "matching.h"
 #include "node.h"
+#include "service.h"
 #include "stream.h"
 #include "vectors.h"
 
@@ -83,10 +84,10 @@ void bring(const PoolPointer& pool, Match& hit, Medium into, const CallerStream&
   if (std::all_of(found.begin(), found.end(), there)) return;
   py::array_t<Address> arrived(static_cast<py::ssize_t>(found.size()));
   Address* out = arrived.mutable_data();
-  {
-    const GilReleased released;
-    hit.pins = Pins(pool, into == Medium::kHbm ? pool->swap_in(found, {}, out, after) : pool->bring(found, out));
-  }
+  call_interruptibly([&](const GivenUp& given_up) {
+    hit.pins =
+        Pins(pool, into == Medium::kHbm ? pool->swap_in(found, {}, out, after) : pool->bring(found, out, given_up));
+  });
   hit.addrs = std::move(arrived);
 }
 

@@ -231,6 +231,22 @@ TEST_CASE("a flush that gave up an erase is followed by one that waits for it") 
   CHECK(match(open(disk_pool(files->after_kill())), prompt(1, 3)).hit.pages == 0);
 }
 
+TEST_CASE("a bring that waits for the drive can be given up") {
+  const auto files = std::make_shared<PowerDisk>();
+  Hang hang(*files, PowerDisk::Call::kRead);
+  const auto pool = open(disk_pool(files));
+  store_on_disk(pool, prompt(1, 3));
+  const Found found = match(pool, prompt(1, 3));
+  hang.on = true;
+  Addresses here(3);
+  const GivenUp given_up = [] { return true; };
+  CHECK(code_of([&] { Pins(pool, pool->bring(found.addresses, here.data(), given_up)); }) == ErrorCode::kCancelled);
+  hang.on = false;
+  CHECK(pool->audit().media[Medium::kDram].free_runs.longest == 8);
+  const Pins held(pool, pool->bring(found.addresses, here.data()));
+  for (const Address address : here) CHECK(medium_of(address) == Medium::kDram);
+}
+
 TEST_CASE("a flush that is given up leaves to the writer what waits to be written") {
   PoolOptions options = disk_pool(std::make_shared<PowerDisk>());
   options.disk->bytes_s = options.layout.block_bytes() * 3 / 2;  // so that the writer waits meanwhile

@@ -75,10 +75,10 @@ class DiskTier {
   };
   // Checks the addresses and pins the pages; bring() does the rest, and gives back what this took if it throws.
   PendingSwapIn begin_bring(std::span<const Address> given);
-  // `swap`: whose reads these are; null: the caller waits. Throws kStaleAddress (kLostOnDisk) when a page is damaged:
-  // it and what continues it are not cached any more; kStoreFailed (kLostOnDisk) when the disk has failed, and nothing
-  // on it is cached any more; kDeadline, kCancelled, kClosed, kOutOfBlocks.
-  Brought bring(PendingSwapIn pending, Swap* swap);
+  // `swap`: whose reads these are; null: the caller waits, and may give up. Throws kStaleAddress (kLostOnDisk) when a
+  // page is damaged: it and what continues it are not cached any more; kStoreFailed (kLostOnDisk) when the disk has
+  // failed, and nothing on it is cached any more; kDeadline, kCancelled, kClosed, kOutOfBlocks.
+  Brought bring(PendingSwapIn pending, Swap* swap, const GivenUp& given_up = {});
   // Gives back what begin_bring() took.
   void abandon(PendingSwapIn& pending) noexcept;
 
@@ -117,7 +117,7 @@ class DiskTier {
   std::unique_lock<std::mutex> lock_to_write(const Waiting& waiting);
   std::unique_lock<std::mutex> lock_until_stop(std::int64_t grace_ns);
   void write(const Batch& batch, const Waiting* waiting, std::vector<bool>& written);
-  void read(PendingSwapIn& pending, Swap* swap);
+  void read(PendingSwapIn& pending, Swap* swap, const GivenUp& given_up);
   void check_read(const PendingSwapIn& pending, std::size_t first, DiskBatch& batch);
   [[noreturn]] void lose(const PendingSwapIn& pending, Address slot, DiskStatus why);
   void switch_off() noexcept;

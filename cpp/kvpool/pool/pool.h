@@ -225,7 +225,7 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool> {
 
   bool has_disk() const noexcept { return disk_ != nullptr; }
   // As swap_in, with DRAM as the target: pages on DISK come to DRAM, and all others stay where they are.
-  std::vector<IndexPin> bring(std::span<const Address> addresses, Address* out);
+  std::vector<IndexPin> bring(std::span<const Address> addresses, Address* out, const GivenUp& given_up = {});
   std::shared_ptr<Swap> begin_bring(std::span<const Address> addresses);
   // Documented in DiskTier. Throw kUnsupported without a disk.
   std::size_t flush_disk(bool everything, const Waiting& waiting);
