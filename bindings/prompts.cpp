@@ -16,6 +16,7 @@
 #include "kvpool/pool/pool.h"
 #include "matching.h"
 #include "node.h"
+#include "service.h"
 #include "stream.h"
 #include "vectors.h"
 
@@ -83,10 +84,10 @@ void bring(const PoolPointer& pool, Match& hit, Medium into, const CallerStream&
   if (std::all_of(found.begin(), found.end(), there)) return;
   py::array_t<Address> arrived(static_cast<py::ssize_t>(found.size()));
   Address* out = arrived.mutable_data();
-  {
-    const GilReleased released;
-    hit.pins = Pins(pool, into == Medium::kHbm ? pool->swap_in(found, {}, out, after) : pool->bring(found, out));
-  }
+  call_interruptibly([&](const GivenUp& given_up) {
+    hit.pins =
+        Pins(pool, into == Medium::kHbm ? pool->swap_in(found, {}, out, after) : pool->bring(found, out, given_up));
+  });
   hit.addrs = std::move(arrived);
 }
 
@@ -197,7 +198,8 @@ Raises:
 For blocks whose content turned out to be wrong. No match finds them from now on. Those that are pinned stay readable by
 their addresses until the last of their pins is released, but not for peers, whose fetches raise StaleAddress; the
 others are free at once. A save, a transfer or a fetch under way that builds on them raises Busy when it ends: it can be
-tried again.
+tried again. What lies on DISK is erased there in the background, as soon as the drive allows: a process that is killed
+within that moment may find it after its restart; ``flush`` returns when it is gone for good.
 
 Args:
     addrs: Addresses of cached blocks. Those that are gone already, because they were evicted or forgotten, are skipped.
@@ -222,6 +224,8 @@ Raises:
            }),
            py::arg("tokens"), py::arg("namespace") = "", py::arg("descendants") = false,
            R"(Removes the cached blocks of a prompt that no longer prompt shares.
+
+On DISK they are erased in the background, as by ``forget``.
 
 Args:
     tokens: Token ids.

@@ -13,6 +13,7 @@
 #include "kvpool/pool/pool.h"
 #include "kvpool/pool/swap_handle.h"
 #include "node.h"
+#include "service.h"
 #include "stream.h"
 #include "swap_work.h"
 #include "vectors.h"
@@ -74,12 +75,11 @@ py::object swap_in(const NodePointer& node, py::handle addresses_argument, const
   py::array_t<Address> arrived(static_cast<py::ssize_t>(addresses.size()));
   Address* out = arrived.mutable_data();
   SwappedIn result;
-  {
-    const GilReleased released;
+  call_interruptibly([&](const GivenUp& given_up) {
     std::vector<IndexPin> pins =
-        to_dram ? node->pool().bring(addresses, out) : node->pool().swap_in(addresses, into, out, after);
+        to_dram ? node->pool().bring(addresses, out, given_up) : node->pool().swap_in(addresses, into, out, after);
     result.pins = Pins(pool_of(node), std::move(pins));
-  }
+  });
   result.addrs = std::move(arrived);
   return py::cast(std::move(result));
 }

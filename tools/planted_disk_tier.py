@@ -9,6 +9,7 @@ from tools.planted_kit import Bug, in_cpp
 __all__ = ["DISK_TIER_BUGS"]
 
 _TESTS: Final = ("pool_disk_test.cpp",)
+_END_TESTS: Final = ("pool_disk_end_test.cpp",)
 
 DISK_TIER_BUGS: Final = (
     Bug(
@@ -33,8 +34,29 @@ DISK_TIER_BUGS: Final = (
         "dropped-pages-stay-on-disk",
         "pool",
         "deleted prompts are there again after a restart",
-        in_cpp("pool/disk_copies.h", "erased_.push_back({slot, generations_[slot]});", "static_cast<void>(slot);"),
+        in_cpp("pool/disk_copies.h", "erased_.push_back({slot, generation});", "static_cast<void>(slot);"),
         _TESTS,
+    ),
+    Bug(
+        "pinned-page-stays-on-disk",
+        "pool",
+        "a page on disk that is forgotten while it is pinned is there again after a restart",
+        in_cpp("pool/cache_disk.cpp", "copies_->erase(block_of(page));", "static_cast<void>(page);"),
+        _END_TESTS,
+    ),
+    Bug(
+        "failed-erase-forgotten",
+        "pool",
+        "what could not be erased for want of memory is not tried again: no write to its slots ever succeeds",
+        in_cpp("pool/disk_flush.cpp", "copies_.put_back(erased);", "static_cast<void>(erased);"),
+        _END_TESTS,
+    ),
+    Bug(
+        "flush-ignores-a-close",
+        "pool",
+        "a close waits for a flush of another thread",
+        in_cpp("pool/disk_flush.cpp", "if (stopping_.load()) throw", "if (off_.load()) throw"),
+        _END_TESTS,
     ),
     Bug(
         "damaged-block-is-served",

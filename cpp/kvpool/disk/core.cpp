@@ -289,6 +289,11 @@ DiskHealth StoreCore::health() const {
   return health;
 }
 
+bool StoreCore::hung() const noexcept {
+  const std::lock_guard lock(mutex_);
+  return health_.fault == DiskFault::kHung;
+}
+
 DiskCounters StoreCore::counters() const noexcept {
   const std::lock_guard lock(mutex_);
   DiskCounters counters = counters_;

@@ -72,6 +72,7 @@ class StoreCore final : public DiskIoSink, public std::enable_shared_from_this<S
   void close() noexcept;
 
   DiskHealth health() const;
+  bool hung() const noexcept;  // I/O that hung switched it off
   DiskCounters counters() const noexcept;
   const BlockShape& shape() const noexcept { return shape_; }
 

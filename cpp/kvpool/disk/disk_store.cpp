@@ -1,5 +1,6 @@
 #include "kvpool/disk/disk_store.h"
 
+#include <algorithm>
 #include <limits>
 #include <new>
 #include <string>
@@ -26,6 +27,7 @@ namespace {
 constexpr std::uint64_t kIoBytesMax = 64 << 20;
 constexpr std::uint64_t kBlockBytesMax = std::uint64_t{1} << 32;
 constexpr std::uint32_t kDepthMax = 1024;
+constexpr std::int64_t kHungWaitNs = 100'000'000;
 
 void require_between(const char* name, std::uint64_t value, std::uint64_t minimum, std::uint64_t maximum) {
   if (value >= minimum && value <= maximum) return;
@@ -173,7 +175,9 @@ DiskStore::~DiskStore() {
     static_cast<void>(new std::shared_ptr<DiskRuntime>(std::move(runtime_)));
     return;
   }
-  end_threads(*runtime_, monotonic_ns() + hang_ns_);
+  // I/O that hangs has had its time: only what ends at once is waited for.
+  const std::int64_t wait = runtime_->core->hung() ? std::min(hang_ns_, kHungWaitNs) : hang_ns_;
+  end_threads(*runtime_, monotonic_ns() + wait);
 }
 
 std::span<const DiskEntry> DiskStore::recovered() const noexcept { return runtime_->entries; }

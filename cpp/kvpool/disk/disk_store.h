@@ -193,9 +193,9 @@ class DiskStore {
   // Over a directory of tests.
   static std::unique_ptr<DiskStore> open(const DiskOptions& options, std::shared_ptr<DiskDirectory> directory);
 
-  // Ends what is pending with kOff, and waits for I/O in flight, for hang_ns at most. After that the threads of hung
-  // I/O, its memory and the lock of the directory stay until the kernel gives them back. In a forked child it does
-  // nothing.
+  // Ends what is pending with kOff, and waits for I/O in flight, for hang_ns at most; no second time if the fault is
+  // kHung. After that the threads of hung I/O, its memory and the lock of the directory stay until the kernel gives
+  // them back. In a forked child it does nothing.
   ~DiskStore();
   DiskStore(const DiskStore&) = delete;
   DiskStore& operator=(const DiskStore&) = delete;

@@ -272,10 +272,14 @@ void PromptCache::forget_disk() {
 }
 
 void PromptCache::drop_copies(const PromptNode& node) noexcept {
-  const ValueClass value_class = node.payload.value_class;
-  if (value_class == ValueClass::kRemote || value_class == ValueClass::kDisk) return;
+  if (node.payload.value_class == ValueClass::kRemote) return;
   for (std::uint32_t i = 0; i < node.pages; ++i) {
-    if (copies_->slot_of(node.payload.values[i]) != DiskCopies::kNone) drop_copy(node.payload.values[i]);
+    const Address page = node.payload.values[i];
+    if (medium_of(page) == Medium::kDisk) {
+      copies_->erase(block_of(page));  // its slot is free when its last pin goes
+    } else if (copies_->slot_of(page) != DiskCopies::kNone) {
+      drop_copy(page);
+    }
   }
 }
 

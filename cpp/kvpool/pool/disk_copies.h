@@ -60,7 +60,7 @@ class DiskCopies {
   }
   std::uint32_t count() const noexcept { return count_; }  // copies
 
-  // Of the entry in a slot, as the store knows it.
+  // Of the entry in a slot, as the store knows it; 0: it has none, or it is to be erased.
   std::uint32_t generation(std::uint32_t slot) const noexcept { return generations_[slot]; }
   void set_generation(std::uint32_t slot, std::uint32_t generation) noexcept {
     generations_[slot] = generation;
@@ -68,15 +68,21 @@ class DiskCopies {
   }
   std::uint32_t next_generation() noexcept { return ++last_generation_; }
 
-  // The entry in this slot is to be erased. Before the slot is written again, take_erased() is called.
+  // The entry in this slot, if it has one, is to be erased. Before the slot is written again, take_erased() is called.
   void erase(std::uint32_t slot) noexcept {
-    erased_.push_back({slot, generations_[slot]});  // there is room: each slot stands there once
+    const std::uint32_t generation = std::exchange(generations_[slot], 0);
+    if (generation == 0) return;            // it was told before: a pinned page was forgotten
+    erased_.push_back({slot, generation});  // there is room: each slot stands there once
     work_.notify_all();
   }
   std::vector<DiskErase> take_erased() {
     std::vector<DiskErase> erased(erased_);
     erased_.clear();
     return erased;
+  }
+  // What the store did not take: without it, no later write to these slots succeeds.
+  void put_back(const std::vector<DiskErase>& erased) noexcept {
+    erased_.insert(erased_.end(), erased.begin(), erased.end());  // there is room, as above
   }
   bool has_erased() const noexcept { return !erased_.empty(); }
 

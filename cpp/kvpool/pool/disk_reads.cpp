@@ -15,7 +15,7 @@ namespace kvpool {
 namespace {
 
 constexpr std::size_t kReadBytes = 32 << 20;  // asked for together; a swap can be cancelled in between
-constexpr std::int64_t kLookNs = 20'000'000;  // how often a waiting swap looks whether it was cancelled
+constexpr std::int64_t kLookNs = 20'000'000;  // how often what waits looks whether it is to end
 constexpr std::int64_t kNoTimeNs = INT64_MAX;
 
 }  // namespace
@@ -33,7 +33,7 @@ void DiskTier::abandon(PendingSwapIn& pending) noexcept {
   cache_.cancel_move_in(pending);
 }
 
-DiskTier::Brought DiskTier::bring(PendingSwapIn pending, Swap* swap) {
+DiskTier::Brought DiskTier::bring(PendingSwapIn pending, Swap* swap, const GivenUp& given_up) {
   try {
     if (!pending.from.empty()) {
       if (off_.load()) throw_off();
@@ -45,7 +45,7 @@ DiskTier::Brought DiskTier::bring(PendingSwapIn pending, Swap* swap) {
         moves_.take_evicting(reclaim, lock, to.size(), Medium::kDram, BlockState::kReserved, to.data(), CallerStream());
         pending.to = std::move(to);
       }
-      read(pending, swap);
+      read(pending, swap, given_up);
     }
     const SpaceLock lock = blocks_.lock();
     guard_.check();
@@ -70,7 +70,7 @@ std::vector<std::span<std::byte>> DiskTier::spans_of(const PoolMemory::Kept& kep
 }
 
 // Fills `to`. Nobody else has these blocks, and the pages are pinned, so no slot of theirs is written meanwhile.
-void DiskTier::read(PendingSwapIn& pending, Swap* swap) {
+void DiskTier::read(PendingSwapIn& pending, Swap* swap, const GivenUp& given_up) {
   const std::int64_t until = swap != nullptr ? kNoTimeNs : monotonic_ns() + timeout_ns_;
   const std::size_t step = std::max<std::size_t>(1, kReadBytes / block_bytes_);
   const std::shared_ptr<DiskStore> store = this->store();
@@ -92,8 +92,10 @@ void DiskTier::read(PendingSwapIn& pending, Swap* swap) {
     Completion& ended = ticket->completion();
     try {
       while (!ended.done()) {
-        ended.sleep_until(swap != nullptr ? monotonic_ns() + kLookNs : until);
+        ended.sleep_until(std::min(until, monotonic_ns() + kLookNs));
         if (swap != nullptr) swap->check();
+        Waiting(until, given_up).check();
+        check_not_stopping();
       }
     } catch (...) {
       ticket->abandon();  // the blocks are given back, so nothing may write to them any more

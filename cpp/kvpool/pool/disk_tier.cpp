@@ -1,9 +1,10 @@
-// Opening, writing, and the end. disk_reads.cpp brings pages back.
+// Opening, the writer, and the end. disk_flush.cpp has what callers wait for; disk_reads.cpp brings pages back.
 #include "kvpool/pool/disk_tier.h"
 
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <system_error>
 #include <utility>
 
 #include "kvpool/base/clock.h"
@@ -20,8 +21,9 @@ namespace {
 
 constexpr std::size_t kBatchBytes = 8 << 20;  // written together
 constexpr std::size_t kBatchBlocksMax = 256;
-constexpr std::int64_t kLookNs = 20'000'000;       // how often what waits looks whether it is to end
-constexpr std::int64_t kWriteNs = 60'000'000'000;  // the store switches itself off before
+constexpr std::int64_t kLookNs = 20'000'000;     // how often what waits looks whether it is to end
+constexpr std::int64_t kLastNs = 1'000'000'000;  // how long a close waits for its turn to erase
+constexpr std::int64_t kNoTimeNs = INT64_MAX;    // the store switches itself off when the drive hangs
 
 DiskOptions store_options(const PoolOptions& options) {
   const DiskTierOptions& disk = *options.disk;
@@ -80,12 +82,17 @@ DiskTier::DiskTier(const PoolOptions& options, CacheBlocks& blocks, PromptCache&
   }
   store_->forget_recovered();
   const SignalsBlocked blocked;
-  writer_ = std::thread([this] { run(); });
+  try {
+    writer_ = std::thread([this] { run(); });
+  } catch (const std::system_error&) {
+    throw Error(ErrorCode::kOutOfMemory, "the kernel gives no thread for the writer of blocks on disk");
+  }
 }
 
 DiskTier::~DiskTier() { close(); }
 
 void DiskTier::close() noexcept {
+  const std::lock_guard once(close_mutex_);
   {
     const SpaceLock lock = blocks_.lock();
     stopping_ = true;
@@ -131,15 +138,19 @@ void DiskTier::run() noexcept {
       const std::int64_t wait = write_next();
       if (wait == 0) continue;
       SpaceLock lock = blocks_.lock();
-      copies_.work().wait_for(lock, std::chrono::nanoseconds(std::min(wait, kLookNs)), [this] { return stopping_; });
+      copies_.work().wait_for(lock, std::chrono::nanoseconds(std::min(wait, kLookNs)),
+                              [this] { return stopping_.load(); });
     } catch (const std::exception&) {
-      // Out of memory, or the store is off, which its state tells: the prompt is looked at when it is used again.
+      // Out of memory, or the store is off, which its state tells: the prompt is looked at when it is used again, and
+      // what could not be erased in a moment.
+      SpaceLock lock = blocks_.lock();
+      copies_.work().wait_for(lock, std::chrono::nanoseconds(kLookNs), [this] { return stopping_.load(); });
     }
   }
   // What was dropped is not to come back.
   try {
-    const std::lock_guard alone(write_mutex_);
-    erase(next_erased());
+    const auto alone = lock_until_stop(kLastNs);
+    if (alone.owns_lock()) erase(next_erased(), nullptr);
   } catch (const std::exception&) {
     // It is found again at the next start, and evicted in its turn.
   }
@@ -147,8 +158,9 @@ void DiskTier::run() noexcept {
 
 // What is to be erased, and, if the budget allows it, some prompts. Returns how long to wait for the budget.
 std::int64_t DiskTier::write_next() {
-  const std::lock_guard alone(write_mutex_);  // so that flush() waits for what this takes
-  erase(next_erased());
+  const auto alone = lock_until_stop(0);  // so that flush() waits for what this takes
+  if (!alone.owns_lock()) return 0;
+  erase(next_erased(), nullptr);
   const std::int64_t wait = budget_.wait_ns(monotonic_ns());
   if (wait > 0) return wait;
   std::deque<Address> lasts;
@@ -160,7 +172,11 @@ std::int64_t DiskTier::write_next() {
       lasts.push_back(last);
     }
   }
-  write_prompts(std::move(lasts), /*everything=*/false, nullptr);
+  // What the budget, or the end, leaves undone waits for its turn again.
+  while (!lasts.empty() && !off_.load() && !stopping_.load() && budget_.wait_ns(monotonic_ns()) == 0) {
+    write_batch(lasts, /*everything=*/false, nullptr);
+  }
+  give_back(lasts);
   return 0;
 }
 
@@ -169,63 +185,9 @@ std::vector<DiskErase> DiskTier::next_erased() {
   return copies_.take_erased();
 }
 
-// REQUIRES: write_mutex_ is held, so that no slot of these is written before.
-void DiskTier::erase(std::vector<DiskErase> erased) {
-  if (erased.empty() || off_.load()) return;
-  const std::shared_ptr<DiskStore> store = this->store();
-  const DiskTicket ticket = store->erase(std::move(erased), monotonic_ns() + kWriteNs);
-  ticket->completion().sleep_until(monotonic_ns() + kWriteNs);
-  if (!store->state().on) switch_off();
-}
-
-// Whether the next write may begin. The writer of the pool does not wait for the budget with write_mutex_; a caller of
-// flush() does, and throws kDeadline, kCancelled, kClosed.
-bool DiskTier::within_budget(const Waiting* waiting) {
-  for (;;) {
-    const std::int64_t now = monotonic_ns();
-    const std::int64_t wait = budget_.wait_ns(now);
-    if (wait == 0 || waiting == nullptr) return wait == 0;
-    check_waiting(*waiting);
-    std::this_thread::sleep_for(std::chrono::nanoseconds(std::min({wait, kLookNs, waiting->until_ns - now})));
-  }
-}
-
-void DiskTier::check_waiting(const Waiting& waiting) {
-  guard_.check();
-  waiting.check();
-  if (monotonic_ns() < waiting.until_ns) return;
-  throw Error(ErrorCode::kDeadline, "not all blocks were written to disk in time: what was written stays");
-}
-
-std::unique_lock<std::mutex> DiskTier::lock_to_write(const Waiting& waiting) {
-  std::unique_lock alone(write_mutex_, std::defer_lock);
-  while (!alone.try_lock()) {
-    check_waiting(waiting);
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  return alone;
-}
-
-// Writes what the prompts that end with these pages lack on disk, and returns how many pages have copies now. What the
-// budget leaves undone waits for its turn again. REQUIRES: write_mutex_ is held.
-std::size_t DiskTier::write_prompts(std::deque<Address> lasts, bool everything, const Waiting* waiting) {
-  std::size_t kept = 0;
-  while (!lasts.empty() && !off_.load()) {
-    if (waiting != nullptr) check_waiting(*waiting);
-    if (!within_budget(waiting)) {
-      const SpaceLock lock = blocks_.lock();
-      for (const Address last : lasts) copies_.want(last);
-      return kept;
-    }
-    kept += write_batch(lasts, everything);
-  }
-  return kept;
-}
-
-// As many pages as are written together. Leaves in `lasts` the prompts that need more.
-std::size_t DiskTier::write_batch(std::deque<Address>& lasts, bool everything) {
+// As many pages as are written together. Leaves in `lasts` the prompts that need more. REQUIRES: write_mutex_ is held.
+std::size_t DiskTier::write_batch(std::deque<Address>& lasts, bool everything, const Waiting* waiting) {
   Batch batch;
-  std::vector<DiskErase> erased;
   PoolMemory::Kept memory;
   {
     const SpaceLock lock = blocks_.lock();
@@ -234,9 +196,8 @@ std::size_t DiskTier::write_batch(std::deque<Address>& lasts, bool everything) {
       lasts.clear();
       return 0;
     }
-    choose_batch(lasts, everything, batch);
-    erased = copies_.take_erased();
     memory = memory_.keep();
+    choose_batch(lasts, everything, batch);
   }
   for (std::size_t i = 0; i < batch.from.size(); ++i) {
     const Address from = batch.from[i];
@@ -248,10 +209,11 @@ std::size_t DiskTier::write_batch(std::deque<Address>& lasts, bool everything) {
   }
   std::vector<bool> written(batch.from.size(), false);
   try {
-    erase(std::move(erased));
-    if (!batch.from.empty()) written = write(batch);
+    erase(next_erased(), waiting);  // the entries that lay in the chosen slots
+    if (!batch.from.empty()) write(batch, waiting, written);
   } catch (...) {
     finish_batch(batch, written);
+    if (waiting != nullptr && !everything) give_back(batch.lasts);
     throw;
   }
   const std::size_t kept = finish_batch(batch, written);
@@ -266,6 +228,7 @@ void DiskTier::choose_batch(std::deque<Address>& lasts, bool everything, Batch& 
   try {
     while (!lasts.empty() && batch.from.size() < batch_blocks_) {
       const Address last = lasts.front();
+      batch.lasts.push_back(last);
       const std::size_t most = batch_blocks_ - batch.from.size();
       DiskPages pages = cache_.begin_disk_write(last, {most, everything, from_hbm_});
       lasts.pop_front();
@@ -287,6 +250,7 @@ void DiskTier::choose_batch(std::deque<Address>& lasts, bool everything, Batch& 
     for (const DiskPages& pages : batch.prompts) {
       cache_.finish_disk_write(pages, std::vector<bool>(pages.pages.size(), false));
     }
+    for (const Address last : batch.lasts) copies_.want(last);
     throw;
   }
 }
@@ -305,7 +269,8 @@ std::size_t DiskTier::finish_batch(const Batch& batch, const std::vector<bool>& 
 }
 
 // REQUIRES: write_mutex_ is held; the blocks are in staging_. Every write goes through here, and is charged.
-std::vector<bool> DiskTier::write(const Batch& batch) {
+// `written`: which pages have entries, also if this throws.
+void DiskTier::write(const Batch& batch, const Waiting* waiting, std::vector<bool>& written) {
   const std::size_t n = batch.from.size();
   std::vector<std::vector<std::byte>> records;
   std::vector<DiskWrite> writes;
@@ -325,37 +290,19 @@ std::vector<bool> DiskTier::write(const Batch& batch) {
   budget_.charge(n * block_bytes_, now);
   bytes_today_.store(budget_.today(), std::memory_order_relaxed);
   const std::shared_ptr<DiskStore> store = this->store();
-  const DiskTicket ticket = store->write(std::move(writes), now + kWriteNs);
-  while (!ticket->completion().done()) ticket->completion().sleep_until(monotonic_ns() + kWriteNs);
-  std::vector<bool> written(n);
-  for (std::size_t i = 0; i < n; ++i) written[i] = ticket->status(i) == DiskStatus::kOk;
-  return written;
-}
-
-std::size_t DiskTier::flush(bool everything, const Waiting& waiting) {
-  guard_.check();
-  if (off_.load()) throw_off();
-  std::deque<Address> lasts;
-  {
-    const SpaceLock lock = blocks_.lock();
-    if (!cache_.has_disk()) throw_off();
-    if (everything) {
-      const std::vector<Address> ends = cache_.ends_without_copies();
-      lasts.assign(ends.begin(), ends.end());
-    } else {
-      while (const Address last = copies_.next_wanted()) lasts.push_back(last);
-    }
+  const DiskTicket ticket = store->write(std::move(writes), kNoTimeNs);
+  const auto tell = [&] {
+    for (std::size_t i = 0; i < n; ++i) written[i] = ticket->status(i) == DiskStatus::kOk;
+  };
+  try {
+    await(*ticket, waiting);
+  } catch (...) {
+    ticket->abandon();  // the slots are given back; the store frees those whose records are on the way
+    while (!ticket->completion().done()) ticket->completion().sleep_until(monotonic_ns() + kLookNs);
+    tell();
+    throw;
   }
-  std::size_t written = 0;
-  {
-    const auto alone = lock_to_write(waiting);
-    written = write_prompts(std::move(lasts), everything, &waiting);
-  }
-  if (off_.load()) throw_off();
-  // Also what the writer has taken before this was called.
-  const auto alone = lock_to_write(waiting);
-  erase(next_erased());
-  return written;
+  tell();
 }
 
 // --- the end of the disk ---

@@ -12,7 +12,10 @@
 // When the store switches itself off (an error of the drive, a full disk, a drive that hangs), everything on DISK
 // leaves the index, and the pool goes on without.
 //
-// Locks: write_mutex_ before all others; then those of TierMoves, then the space's.
+// What is dropped is erased by the writer soon afterwards, whatever the budget; flush() returns when that is durable. A
+// kill before may bring it back.
+//
+// Locks: close_mutex_ before all others; then write_mutex_; then those of TierMoves, then the space's.
 //
 // Thread-safety: all of it, but the constructor and the destructor.
 #pragma once
@@ -57,8 +60,8 @@ struct DiskTierStats {
 
 class DiskTier {
  public:
-  // Opens the store and puts what is there into the index. All of them outlive this. Throws as DiskStore::open(), and
-  // std::bad_alloc.
+  // Opens the store and puts what is there into the index. All of them outlive this. Throws as DiskStore::open(),
+  // kOutOfMemory when the kernel gives no thread, and std::bad_alloc.
   DiskTier(const PoolOptions& options, CacheBlocks& blocks, PromptCache& cache, PoolMemory& memory, TierMoves& moves,
            PoolGuard& guard, PinOwner& pins);
   ~DiskTier();
@@ -72,15 +75,16 @@ class DiskTier {
   };
   // Checks the addresses and pins the pages; bring() does the rest, and gives back what this took if it throws.
   PendingSwapIn begin_bring(std::span<const Address> given);
-  // `swap`: whose reads these are; null: the caller waits. Throws kStaleAddress (kLostOnDisk) when a page is damaged:
-  // it and what continues it are not cached any more; kStoreFailed (kLostOnDisk) when the disk has failed, and nothing
-  // on it is cached any more; kDeadline, kCancelled, kClosed, kOutOfBlocks.
-  Brought bring(PendingSwapIn pending, Swap* swap);
+  // `swap`: whose reads these are; null: the caller waits, and may give up. Throws kStaleAddress (kLostOnDisk) when a
+  // page is damaged: it and what continues it are not cached any more; kStoreFailed (kLostOnDisk) when the disk has
+  // failed, and nothing on it is cached any more; kDeadline, kCancelled, kClosed, kOutOfBlocks.
+  Brought bring(PendingSwapIn pending, Swap* swap, const GivenUp& given_up = {});
   // Gives back what begin_bring() took.
   void abandon(PendingSwapIn& pending) noexcept;
 
   // Writes what is waiting to be written; with `everything` also what the admission policy does not admit. Returns how
-  // many blocks it wrote. Throws kDeadline, kCancelled, kStoreFailed, kClosed.
+  // many blocks it wrote. Throws kDeadline, kCancelled, kStoreFailed, kClosed; then what it has not written waits for
+  // the writer.
   std::size_t flush(bool everything, const Waiting& waiting);
 
   DiskTierStats stats();
@@ -92,22 +96,28 @@ class DiskTier {
   struct Batch {
     std::vector<DiskPages> prompts;
     std::vector<Address> from;  // of all of their pages, in this order
+    std::deque<Address> lasts;  // the ends of the prompts that were looked at for it
   };
 
   std::shared_ptr<DiskStore> store() const;
   void run() noexcept;
   std::int64_t write_next();
   std::vector<DiskErase> next_erased();
-  void erase(std::vector<DiskErase> erased);
-  std::size_t write_prompts(std::deque<Address> lasts, bool everything, const Waiting* waiting);
-  std::size_t write_batch(std::deque<Address>& lasts, bool everything);
+  // `waiting`: of the caller of flush(); null: the writer.
+  void erase(std::vector<DiskErase> erased, const Waiting* waiting);
+  void give_erases(DiskStore& store, std::vector<DiskErase>& erased);
+  std::size_t write_all(std::deque<Address>& lasts, bool everything, const Waiting& waiting);
+  void give_back(const std::deque<Address>& lasts);
+  std::size_t write_batch(std::deque<Address>& lasts, bool everything, const Waiting* waiting);
   void choose_batch(std::deque<Address>& lasts, bool everything, Batch& batch);
   std::size_t finish_batch(const Batch& batch, const std::vector<bool>& written);
-  bool within_budget(const Waiting* waiting);
-  void check_waiting(const Waiting& waiting);
+  void await(DiskBatch& batch, const Waiting* waiting);
+  void check_not_stopping() const;
+  void check_waiting(const Waiting& waiting) const;
   std::unique_lock<std::mutex> lock_to_write(const Waiting& waiting);
-  std::vector<bool> write(const Batch& batch);
-  void read(PendingSwapIn& pending, Swap* swap);
+  std::unique_lock<std::mutex> lock_until_stop(std::int64_t grace_ns);
+  void write(const Batch& batch, const Waiting* waiting, std::vector<bool>& written);
+  void read(PendingSwapIn& pending, Swap* swap, const GivenUp& given_up);
   void check_read(const PendingSwapIn& pending, std::size_t first, DiskBatch& batch);
   [[noreturn]] void lose(const PendingSwapIn& pending, Address slot, DiskStatus why);
   void switch_off() noexcept;
@@ -133,8 +143,10 @@ class DiskTier {
   std::mutex write_mutex_;  // one thread at a time chooses pages and writes them
   ByteBudget budget_;       // under write_mutex_
   std::atomic<std::uint64_t> bytes_today_{0};
-  std::vector<std::byte> staging_;  // under write_mutex_
-  bool stopping_ = false;           // under the space's lock
+  std::vector<std::byte> staging_;      // under write_mutex_
+  std::shared_ptr<DiskBatch> erasing_;  // the erases that were given last, until they have ended; under write_mutex_
+  std::mutex close_mutex_;
+  std::atomic<bool> stopping_{false};  // set under the space's lock
   std::atomic<bool> off_{false};
   std::thread writer_;
 };

@@ -162,7 +162,8 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool> {
   // block that is not being filled, and as check_free().
   void filled(std::span<const Address> addresses);
   // Drops cached blocks and everything that continues them: those that are pinned are found no more, and become free
-  // with their last pin. Skips blocks that are gone already. Returns how many. Throws kArgument, kNotOwner, kState.
+  // with their last pin. Skips blocks that are gone already. Returns how many. What lies on DISK is erased soon after
+  // (DiskTier). Throws kArgument, kNotOwner, kState.
   std::size_t forget(std::span<const Address> addresses);
   std::size_t erase(std::string_view name_space, const Token* tokens, std::size_t n_tokens, bool descendants);
   std::size_t evict(std::size_t n, MediumChoice medium);
@@ -224,7 +225,7 @@ class Pool final : public PinOwner, public std::enable_shared_from_this<Pool> {
 
   bool has_disk() const noexcept { return disk_ != nullptr; }
   // As swap_in, with DRAM as the target: pages on DISK come to DRAM, and all others stay where they are.
-  std::vector<IndexPin> bring(std::span<const Address> addresses, Address* out);
+  std::vector<IndexPin> bring(std::span<const Address> addresses, Address* out, const GivenUp& given_up = {});
   std::shared_ptr<Swap> begin_bring(std::span<const Address> addresses);
   // Documented in DiskTier. Throw kUnsupported without a disk.
   std::size_t flush_disk(bool everything, const Waiting& waiting);

@@ -26,9 +26,9 @@ bool Pool::reaches_disk(std::span<const Address> addresses) const noexcept {
          std::ranges::find(addresses, static_cast<std::uint32_t>(Medium::kDisk), medium_bits_of) != addresses.end();
 }
 
-std::vector<IndexPin> Pool::bring(std::span<const Address> addresses, Address* out) {
+std::vector<IndexPin> Pool::bring(std::span<const Address> addresses, Address* out, const GivenUp& given_up) {
   guard();
-  DiskTier::Brought brought = disk().bring(disk().begin_bring(addresses), nullptr);
+  DiskTier::Brought brought = disk().bring(disk().begin_bring(addresses), nullptr, given_up);
   std::ranges::copy(brought.addresses, out);
   return std::move(brought.pins);
 }

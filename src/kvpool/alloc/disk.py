@@ -18,7 +18,10 @@ __all__ = ["DiskLog", "DiskStats", "DiskWarning", "disk_options", "disk_stats_of
 
 
 class DiskWarning(UserWarning):
-    """The disk of a pool has failed and is switched off. Nothing on it is cached any more; the pool goes on without."""
+    """The disk of a pool has failed and is switched off. Nothing on it is cached any more; the pool goes on without.
+
+    The first ``stats()`` or ``audit()`` after that warns: nothing is said before one of them is called.
+    """
 
 
 @dataclass(frozen=True)
