@@ -238,6 +238,24 @@ SPACE_BUGS: Final = (
         ("shared_space_test.cpp",),
     ),
     Bug(
+        "generations-given-are-not-counted",
+        "blocks",
+        "a cache that joins a space gives out addresses that one which has left it gave out before (Z3)",
+        in_cpp("blocks/block_store.cpp", "given = std::max(given, word + BlockMeta::kOneRelease);", "given = word;"),
+        ("block_store_generations_test.cpp",),
+    ),
+    Bug(
+        "never-used-slots-are-block-zero",
+        "blocks",
+        "the audit of a space fails when its first block was freed while a transfer read it: each call fails then (L2)",
+        in_cpp(
+            "blocks/cache_blocks.cpp",
+            "if (!blocks.slot_taken(slot)) {",
+            "if (blocks.state(blocks.block_in(slot)) == BlockState::kFree) {",
+        ),
+        ("shared_space_test.cpp",),
+    ),
+    Bug(
         "unit-numbers-as-a-ranks-blocks",
         "pool",
         "a model's pool of a space becomes the memory of a rank, whose blocks then overlap",

@@ -143,6 +143,7 @@ class Pool(NetworkedPool):
         self._adopted = adopted is not None
         self._ranks_here: weakref.WeakSet[object] = weakref.WeakSet()  # whose schedulers give out blocks of this HBM
         self._block_stride = layout.block_bytes  # bytes, of the aggregated layout
+        self._pieces = pieces  # in so many a block may lie
         options = {name: getattr(self.settings, name) for name in _LOCAL_SETTINGS}
         with explained(layout, adopted):
             super().__init__(

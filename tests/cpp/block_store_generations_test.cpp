@@ -195,6 +195,30 @@ TEST_CASE("blocks are given back together up to the first one that is retired") 
   store.audit();
 }
 
+TEST_CASE("an audit knows the generations that a store with units as numbers has given out") {
+  BlockStore store(Medium::kHbm, 4, BlockStore::Placed{8, 2}, 5, 7);
+  Address address = 0;
+  for (std::uint32_t generation = 5; generation <= 7; ++generation) {
+    store.place(2, 2, 1, BlockState::kActive, &address);
+    CHECK(generation_of(address) == generation);
+    CHECK(store.generation_after() == generation + 1);
+    store.audit();
+    CHECK(store.unplace(2, 2, 1) == (generation == 7 ? 0 : 1));
+    store.audit();
+  }
+  CHECK(store.count(BlockState::kRetired) == 1);
+}
+
+TEST_CASE("all numbers have one slot when blocks are further apart than there are numbers") {
+  for (const std::uint32_t apart : {kBlocksMax, 2 * kBlocksMax, UINT32_MAX}) {
+    CAPTURE(apart);
+    const BlockStore store(Medium::kHbm, 1, BlockStore::Placed{kBlocksMax, apart}, 1, kGenerationMax);
+    CHECK(store.slots() == 1);
+    for (const std::uint32_t block : {0U, 7U, kBlocksMax - 1}) CHECK(store.slot_of(block) == 0);
+    store.audit();
+  }
+}
+
 TEST_CASE("suspended blocks cannot be taken, come back with their generations, and leave retired ones retired") {
   BlockStore store(Medium::kHbm, 8, 3);
   store.set_generation_for_test(5, kGenerationMax);

@@ -179,6 +179,29 @@ TEST_CASE("a whole block of a pool whose blocks may be cut is one piece, one tha
   CHECK(apart.count(std::span(from.blocks).first(2), std::span(to.blocks).first(2)) == 2 * kPieces);
 }
 
+TEST_CASE("to find a late piece of a block asks for no other") {
+  struct Counting final : BlockPlaces {
+    std::uint32_t pieces() const noexcept override { return 64; }
+    std::uint32_t unit_of(std::uint32_t block, std::uint32_t piece) const noexcept override {
+      ++asked;
+      return block + 2 * piece;
+    }
+    mutable int asked = 0;
+  };
+  const auto places = std::make_shared<Counting>();
+  Bytes memory(1024);
+  MediaSpans spans;
+  spans[Medium::kHbm] = {128, {{memory.data(), kUnitBytes, 64 * kUnitBytes}}, places};
+  const Address block = make_address(0, Medium::kHbm, 1, 1);
+  const ContentRange late{63 * kUnitBytes + 3, 4};
+  std::vector<iovec> pieces;
+  ContentPlan(spans, {&late, 1}).emit({&block, 1}, true, pieces);
+  REQUIRE(pieces.size() == 1);
+  CHECK(static_cast<std::byte*>(pieces[0].iov_base) == memory.data() + (1 + 2 * 63) * kUnitBytes + 3);
+  CHECK(pieces[0].iov_len == 4);
+  CHECK(places->asked == 1);
+}
+
 TEST_CASE("the order in which content travels is the same whether or not blocks are cut") {
   for (const std::uint64_t seed : testing::fuzz_seeds()) {
     std::mt19937 random(static_cast<std::uint32_t>(seed));

@@ -158,7 +158,9 @@ class SessionKit {
  public:
   explicit SessionKit(bool one_sided = true, std::uint32_t hbm_blocks = 16, std::uint32_t received_max = 4,
                       std::size_t pieces = 2)
-      : pool(std::make_shared<Pool>(options_of(hbm_blocks, pieces))),
+      : SessionKit(std::make_shared<Pool>(options_of(hbm_blocks, pieces)), one_sided, received_max) {}
+  SessionKit(std::shared_ptr<Pool> of_pool, bool one_sided, std::uint32_t received_max = 4)
+      : pool(std::move(of_pool)),
         received(received_max),
         peer_blocks(*pool, received),
         host(peer_blocks),

@@ -5,6 +5,7 @@
 #include <memory>
 #include <new>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "failing_alloc.h"
@@ -17,6 +18,7 @@ namespace {
 
 using testing::code_of;
 using testing::error_of;
+using testing::text_of;
 using Addresses = std::vector<Address>;
 
 constexpr std::uint32_t kUnits = 24;
@@ -357,6 +359,39 @@ TEST_CASE("the audit of a space finds a block without units, and units of a free
         }) == ErrorCode::kAudit);
   CHECK(audit_of([&](Two& two) { const_cast<UnitSet&>(two.space.unit_set(Medium::kHbm)).abandon(0); }) ==
         ErrorCode::kAudit);
+}
+
+TEST_CASE("a freed block that is read counts once in the audit, whatever slots no block ever had") {
+  for (const bool at_zero : {true, false}) {
+    CAPTURE(at_zero);
+    BlockSpace space(units(kUnits, 0), 2);
+    CacheBlocks one(space, {.block_units = 1});
+    CacheBlocks two(space, {.block_units = 2});
+    if (!at_zero) take(one, 1, Medium::kHbm);
+    const Addresses block = take(two, 1, Medium::kHbm);
+    REQUIRE(block_of(block[0]) == (at_zero ? 0 : 1));  // both have the first slot
+    two.hold_for_reading(block.data(), 1, 0);
+    two.release(block.data(), 1);
+    CHECK(error_of([&] { two.audit(); }) == std::nullopt);
+    two.release_reading(block.data(), 1);
+    CHECK(two.store(Medium::kHbm).free_count() == 12);
+    two.audit();
+  }
+}
+
+TEST_CASE("what is said of a stale address names no generation that is another block's") {
+  BlockSpace space(units(kUnits, 0), 2);
+  CacheBlocks one(space, {.block_units = 1});
+  CacheBlocks two(space, {.block_units = 2});
+  const Addresses old = take(two, 1, Medium::kHbm);
+  two.release(old.data(), 1);
+  CHECK(text_of([&] { two.check(old[0], 0, std::nullopt); }).find("block 0 is at generation") != std::string::npos);
+  take(one, 1, Medium::kHbm);
+  const Addresses now = take(two, 1, Medium::kHbm);
+  REQUIRE(block_of(now[0]) == 1);
+  const std::string text = text_of([&] { two.check(old[0], 0, std::nullopt); });
+  CHECK(text.find("has no block that begins at unit 0 now") != std::string::npos);
+  CHECK(text.find("generation") == std::string::npos);
 }
 
 }  // namespace kvpool

@@ -8,6 +8,7 @@ import gc
 import numpy as np
 import pytest
 from attach_kit import eventually, join, url
+from space_kit import layered, space_of
 
 import kvpool
 from kvpool.control.lending import Lending
@@ -332,6 +333,20 @@ def test_the_cap_of_a_row_counts_what_is_lent_of_the_other_medium(url):
                 lent = eventually_lent(a, 3)
                 eventually(lambda: lending.publish() or lending.row.lend_max == 2)
                 a.free(lent)
+
+
+def test_a_pool_whose_blocks_may_lie_in_pieces_joins_a_cluster_and_does_not_lend(url):
+    with join(url) as cluster, space_of(48, 48) as space:
+        whole = space.load("whole", layered(4))
+        cut = space.load("cut", layered(4), pieces="layer")
+        cut.attach(cluster, name="cut")
+        with pytest.raises(kvpool.Unsupported, match="several pieces"):
+            Lending(cut, cluster, lend_max=5)
+        assert cut.peers.lend_max is None
+        with join(url) as other:
+            whole.attach(other, name="whole")
+            with Lending(whole, other) as lending:
+                assert not lending.closed
 
 
 def eventually_lent(pool, blocks):

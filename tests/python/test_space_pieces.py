@@ -66,6 +66,28 @@ def test_a_block_that_finds_no_run_lies_in_a_piece_for_each_layer(space):
         large.block_table(held)
 
 
+def test_a_first_block_that_is_freed_while_it_is_read_passes_the_audit():
+    with space_of(audit=True) as space:
+        pool = space.load("a", layered(1, 2), audit=True)
+        addrs = pool.alloc(1)
+        assert kvpool.block_ids(addrs).tolist() == [0]
+        sequence = pool.sequence(addrs)
+        pool.free(addrs)
+        pool.free(pool.alloc(1))
+        space.audit()
+        sequence.close()
+        assert space.audit().hbm.free == 24 * UNIT
+
+
+@pytest.mark.parametrize("pieces", [None, ["layer"], np.array(["layer", "whole"]), 1])
+def test_pieces_that_are_no_word_are_of_a_wrong_type(space, pieces):
+    with pytest.raises(kvpool.ArgumentTypeError, match="pieces must be"):
+        kvpool.Space(24 * UNIT, 12 * UNIT, pieces=pieces)
+    with pytest.raises(kvpool.ArgumentTypeError, match="pieces must be"):
+        space.load("a", layered(4), pieces=pieces)
+    assert space.models == ()
+
+
 def test_a_block_that_finds_a_run_is_whole(space):
     pool = space.load("a", layered(4), pieces="layer")
     addrs = pool.alloc(2)
@@ -150,7 +172,6 @@ def test_an_allocation_that_finds_no_place_for_pieces_says_what_it_looked_for():
         {"pieces": "layer", "layout": layout(4)},
         {"pieces": "layer", "layout": KVLayout(4, 1, 64, "float32", BLOCK)},
         {"pieces": "head"},
-        {"pieces": 2},
     ],
 )
 def test_a_layout_that_cannot_be_cut_is_refused(space, arguments):

@@ -43,6 +43,11 @@ class Cursor {
 class PlacedCursor {
  public:
   PlacedCursor(const MediumSpan& span, std::uint32_t block, std::uint64_t at) noexcept : span_(span), block_(block) {
+    if (span.places != nullptr) {  // its parts are of one size, and there may be many
+      const std::size_t bytes = span.segments[0].bytes / span.places->pieces();
+      index_ = static_cast<std::size_t>(at / bytes);
+      at %= bytes;
+    }
     enter();
     while (at >= bytes_) {
       at -= bytes_;
@@ -113,6 +118,7 @@ bool PieceBatch::add_run(std::span<const PlannedStrip> plan, std::size_t source,
 void plan_strips(const MediumSpan& from, const MediumSpan& to, std::span<const BlockStrip> strips, bool merge,
                  std::vector<PlannedStrip>& plan) {
   if (from.blocks == 0 || to.blocks == 0) return;
+  KVPOOL_CHECK(from.places == nullptr && to.places == nullptr);
   const std::size_t first = plan.size();
   for (const BlockStrip& strip : strips) {
     if (strip.bytes == 0) continue;

@@ -183,10 +183,7 @@ void BlockSpace::audit_extents(Medium medium) const {
     if (cache == nullptr) fail("a block belongs to no cache", extent.first);
     if (extent.block >= cache->store(medium).numbers()) fail("a block has no number of its cache", extent.first);
     const BlockStore& blocks = cache->store(medium);
-    if (blocks.block_in(blocks.slot_of(extent.block)) != extent.block ||
-        blocks.state(extent.block) == BlockState::kFree) {
-      fail("a free block has units", extent.first);
-    }
+    if (!blocks.is_taken(extent.block)) fail("a free block has units", extent.first);
     bool its_own = false;
     cache->for_each_extent(medium, extent.block, [&](std::uint32_t first, std::uint32_t length) {
       its_own = its_own || (first == extent.first && length == extent.length);
@@ -198,8 +195,7 @@ void BlockSpace::audit_extents(Medium medium) const {
     const CacheBlocks* const cache = seats_[number].cache;
     if (cache == nullptr) continue;
     const BlockStore& store = cache->store(medium);
-    cache->pieces(medium).audit(medium_name(medium),
-                                [&](std::uint32_t block) { return store.state(block) != BlockState::kFree; });
+    cache->pieces(medium).audit(medium_name(medium), [&](std::uint32_t block) { return store.is_taken(block); });
     const std::uint32_t blocks = store.capacity() - store.free_count();
     if (owned[number] == std::uint64_t{blocks} * cache->block_units()) continue;
     fail("cache " + std::to_string(number) + " has " + std::to_string(blocks) + " blocks in " +

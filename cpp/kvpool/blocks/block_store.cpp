@@ -13,6 +13,10 @@ constexpr std::uint32_t prefix_of(std::uint32_t instance, Medium medium) noexcep
   return instance << kMediumBits | static_cast<std::uint32_t>(medium);
 }
 
+std::uint32_t slots_of(const BlockStore::Placed& placed) noexcept {
+  return placed.numbers / placed.apart + (placed.numbers % placed.apart == 0 ? 0 : 1);
+}
+
 [[noreturn]] void audit_failed(Medium medium, const std::string& what, std::uint32_t block) {
   throw Error(ErrorCode::kAudit,
               std::string(medium_name(medium)) + " blocks: " + what + " (block " + std::to_string(block) + ")",
@@ -44,11 +48,11 @@ BlockStore::BlockStore(Medium medium, std::uint32_t blocks, std::uint32_t number
 // the product by less than 2^-14 / apart of a slot, and a remainder leaves at least 1 / apart.
 BlockStore::BlockStore(Medium medium, std::uint32_t blocks, Placed placed, std::uint32_t first_generation,
                        std::uint32_t last_generation)
-    : BlockStore(medium, blocks, placed.numbers, (placed.numbers + placed.apart - 1) / placed.apart, false,
-                 first_generation, last_generation) {
+    : BlockStore(medium, blocks, placed.numbers, slots_of(placed), false, first_generation, last_generation) {
   KVPOOL_CHECK(placed.apart >= 1 && blocks <= slots_);
-  apart_shift_ = 38 + std::bit_width(placed.apart);
-  apart_inverse_ = ((std::uint64_t{1} << apart_shift_) + placed.apart - 1) / placed.apart;
+  const std::uint32_t apart = std::min(placed.apart, kBlocksMax);  // the shift stays below 64
+  apart_shift_ = 38 + std::bit_width(apart);
+  apart_inverse_ = ((std::uint64_t{1} << apart_shift_) + apart - 1) / apart;
   // calloc, because large zeroed memory comes from the kernel untouched.
   first_of_.reset(static_cast<std::uint32_t*>(std::calloc(std::max(slots_, 1U), sizeof(std::uint32_t))));
   if (first_of_ != nullptr) return;
@@ -275,8 +279,14 @@ void BlockStore::audit() const {
     if (!block_meta.is_free() && (block >= numbers_ || slot_of(block) != slot)) {
       audit_failed(medium_, "a block has a slot that is not its own", block);
     }
-    if ((block_meta.releases() > releases_max()) != (block_meta.state() == BlockState::kRetired)) {
+    const bool retired = block_meta.state() == BlockState::kRetired;
+    if ((block_meta.releases() > releases_max()) != retired) {
       audit_failed(medium_, "a block is retired before its time, or not at it", block);
+    }
+    // A retired block has one release more than the last address that it had.
+    const std::uint32_t given = block_meta.releases() + (retired ? 0 : 1);
+    if (!has_free_set_ && !block_meta.is_free() && given > generations_given_) {
+      audit_failed(medium_, "a block has a generation above all that were given out", block);
     }
   }
   // Slots that no block has are free, too.

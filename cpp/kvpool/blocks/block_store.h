@@ -74,6 +74,12 @@ class BlockStore {
   }
   // The block that has this slot, or had it last. REQUIRES: slot < slots().
   std::uint32_t block_in(std::uint32_t slot) const noexcept { return first_of_ == nullptr ? slot : first_of_[slot]; }
+  // Whether a block that is not free has the slot; whether this block is not free. A slot that no block ever had says
+  // that block 0 was in it, which may have a slot elsewhere. REQUIRES: slot < slots(); block < numbers().
+  bool slot_taken(std::uint32_t slot) const noexcept { return !meta_[slot].is_free(); }
+  bool is_taken(std::uint32_t block) const noexcept {
+    return slot_taken(slot_of(block)) && block_in(slot_of(block)) == block;
+  }
   std::uint32_t count(BlockState state) const noexcept { return counts_[static_cast<std::size_t>(state)]; }
   std::uint32_t free_count() const noexcept { return count(BlockState::kFree); }
 

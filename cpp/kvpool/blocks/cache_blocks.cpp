@@ -264,11 +264,17 @@ void CacheBlocks::check(Address address, std::size_t position, std::optional<Blo
                                      std::to_string(blocks.numbers()) + " blocks, and this is block " +
                                      std::to_string(block));
       break;
-    default:
-      fail(ErrorCode::kStaleAddress, std::string(medium_name(blocks.medium())) + " block " + std::to_string(block) +
-                                         " is at generation " + std::to_string(blocks.generation(block)) +
-                                         ", the address at " + std::to_string(generation_of(address)) +
-                                         ": the block was freed or moved, or the address is another pool's");
+    default: {
+      // What a slot counts is the generation of the block that has it, or had it last.
+      const bool begins_here = blocks.block_in(blocks.slot_of(block)) == block;
+      fail(ErrorCode::kStaleAddress,
+           std::string(medium_name(blocks.medium())) +
+               (begins_here ? " block " + std::to_string(block) + " is at generation " +
+                                  std::to_string(blocks.generation(block)) + ", the address at " +
+                                  std::to_string(generation_of(address))
+                            : " has no block that begins at unit " + std::to_string(block) + " now") +
+               ": the block was freed or moved, or the address is another pool's");
+    }
   }
   const BlockState state = blocks.state(block);
   if (!is_owned(state)) fail(ErrorCode::kStaleAddress, "the block is not allocated");
@@ -367,9 +373,11 @@ void CacheBlocks::audit() const {
     const ReaderCounts& readers = readers_[medium];
     std::uint32_t unread = 0;
     for (std::uint32_t slot = 0; slot < readers.size(); ++slot) {
-      const std::uint32_t block = blocks.block_in(slot);
-      if (readers[slot] > 0 && blocks.state(block) == BlockState::kFree) fail("a free block is read (L2)");
-      if (is_unread(blocks.address_of(block))) ++unread;
+      if (!blocks.slot_taken(slot)) {
+        if (readers[slot] > 0) fail("a free block is read (L2)");
+      } else if (is_unread(blocks.address_of(blocks.block_in(slot)))) {
+        ++unread;
+      }
     }
     if (unread != unread_[medium]) fail("a wrong count of freed blocks that are read (L2)");
   }

@@ -25,8 +25,8 @@ class ModelPool(Pool):
     """A pool whose blocks are made of the units of a space.
 
     With ``pieces="layer"`` a block may lie in as many pieces as it has layers. Then `tensor` raises Unsupported, and so
-    do attention, keyed caches, and routes to peers other than "loopback" and "sock": what reads such blocks takes
-    `pages` and `block_table`.
+    do attention, `Lending`, keyed caches, and routes to peers other than "loopback" and "sock": what reads such blocks
+    takes `pages` and `block_table`.
     """
 
     def __init__(
@@ -36,7 +36,6 @@ class ModelPool(Pool):
         cut = pieces_of(layout, unit, pieces)
         self._begin(layout, settings, space=core, pieces=cut)
         self._block_stride = unit  # a block's number is its first unit
-        self._pieces = cut
         self._layered = pieces == "layer"  # also with one layer, and so one piece
         self._units = {int(medium): core._counts(int(medium))["capacity"] for medium in (HBM, DRAM)}
         self._block_units = units_of(layout, unit)

@@ -128,5 +128,7 @@ def pieces_of(layout: KVLayout | RawLayout, unit: int, pieces: Pieces) -> int:
 
 
 def _check_pieces(pieces: object) -> None:
+    if not isinstance(pieces, str):
+        raise ArgumentTypeError(f"pieces must be 'whole' or 'layer', not {type(pieces).__name__}")
     if pieces not in ("whole", "layer"):
         raise ArgumentError(f"pieces is {shown(pieces)}; it must be 'whole' or 'layer'")

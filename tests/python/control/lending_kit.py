@@ -110,6 +110,7 @@ class FakePool:
 
     settings = SimpleNamespace(timeout_s=5.0)
     kv_layout = SimpleNamespace(block_tokens=BLOCK_TOKENS)
+    _pieces = 1
 
     def __init__(self, town, name, instance, blocks):
         self.town, self.name, self.instance = town, name, instance

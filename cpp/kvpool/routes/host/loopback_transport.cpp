@@ -26,6 +26,8 @@ class LoopbackTransport final : public Transport {
                                                                                                   found->keepalive());
       routes.push_back(make_loopback_route(memory.host_spans(), found->host_spans(), both, team_));
     }
+    // A GPU's copies are planned once for all blocks, so they find none that lie in pieces.
+    if (memory.in_pieces() || found->in_pieces()) return;
     const auto gpu = memory.gpu();
     if (gpu == nullptr || !has_blocks(found->gpu_spans(*gpu))) return;
     routes.push_back(make_cuda_loopback_route(gpu_side_of(memory, gpu),

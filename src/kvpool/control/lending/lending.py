@@ -25,7 +25,7 @@ from kvpool.control.lending.prefilling import Prefill
 from kvpool.control.lending.publisher import Publisher, publish_until
 from kvpool.control.lending.sequences import Borrowing
 from kvpool.control.lending.settling import Settling
-from kvpool.errors import ArgumentError, DeadlineExceeded, StateError
+from kvpool.errors import ArgumentError, DeadlineExceeded, StateError, Unsupported
 from kvpool.policy import lending as policy
 from kvpool.types import DRAM, HBM, Medium
 from kvpool.types.addresses import AddressLike
@@ -66,6 +66,7 @@ class Lending:
     Raises:
         StateError: The pool is no member of the cluster.
         ArgumentError: A value out of range.
+        Unsupported: The pool is of a space, with ``pieces="layer"``: nobody attends to blocks that lie in pieces.
         ClosedError: The cluster is closed.
     """
 
@@ -84,6 +85,8 @@ class Lending:
         registration = cluster.registration
         if registration is None:
             raise StateError("lending: attach the pool to the cluster first")
+        if pool._pieces > 1:
+            raise Unsupported("lending: blocks of this pool may lie in several pieces, to which nobody can attend")
         if medium not in (HBM, DRAM):
             raise ArgumentError(f"lending: medium is {medium!r}; it must be kvpool.HBM or kvpool.DRAM")
         self._pool = pool

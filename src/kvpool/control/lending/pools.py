@@ -52,6 +52,10 @@ class LendingPool(Protocol):
     """A `Pool` that is a member of a cluster."""
 
     @property
+    def _pieces(self) -> int:
+        """In how many pieces a block may lie."""
+
+    @property
     def settings(self) -> Any:
         """Has `timeout_s`."""
 
