@@ -20,6 +20,7 @@ namespace {
 
 constexpr std::size_t kBatchBytes = 8 << 20;  // written together
 constexpr std::size_t kBatchBlocksMax = 256;
+constexpr std::size_t kLookedMax = 1 << 14;        // pages, in one hold of the space's lock
 constexpr std::int64_t kLookNs = 20'000'000;       // how often what waits looks whether it is to end
 constexpr std::int64_t kWriteNs = 60'000'000'000;  // the store switches itself off before
 
@@ -235,8 +236,14 @@ std::size_t DiskTier::write_batch(std::deque<Address>& lasts, bool everything) {
       return 0;
     }
     choose_batch(lasts, everything, batch);
-    erased = copies_.take_erased();
-    memory = memory_.keep();
+    try {
+      erased = copies_.take_erased();
+      memory = memory_.keep();
+    } catch (...) {
+      blocks_.release_reading(batch.from.data(), batch.from.size());
+      for (const DiskPages& pages : batch.prompts) cache_.cancel_disk_write(pages);
+      throw;
+    }
   }
   for (std::size_t i = 0; i < batch.from.size(); ++i) {
     const Address from = batch.from[i];
@@ -259,34 +266,33 @@ std::size_t DiskTier::write_batch(std::deque<Address>& lasts, bool everything) {
   return kept;
 }
 
-// Holds the pages for reading. REQUIRES: the space's lock is held.
+// Holds the pages for reading. Looks at so many pages that others wait only shortly for the lock; what is left stays in
+// `lasts`. REQUIRES: the space's lock is held.
 void DiskTier::choose_batch(std::deque<Address>& lasts, bool everything, Batch& batch) {
   std::deque<Address> later;
+  std::size_t looked = 0;
   batch.from.reserve(batch_blocks_);
   try {
-    while (!lasts.empty() && batch.from.size() < batch_blocks_) {
+    while (!lasts.empty() && batch.from.size() < batch_blocks_ && looked < kLookedMax) {
       const Address last = lasts.front();
       const std::size_t most = batch_blocks_ - batch.from.size();
-      DiskPages pages = cache_.begin_disk_write(last, {most, everything, from_hbm_});
+      DiskPages& pages = batch.prompts.emplace_back();  // it has its place before it takes slots
+      pages = cache_.begin_disk_write(last, {most, everything, from_hbm_});
       lasts.pop_front();
-      if (pages.pages.empty()) continue;
-      // Prompts that have pages in common lack the same first one: the second waits until the first is written.
-      const bool again = std::ranges::find(batch.from, pages.pages.front().from) != batch.from.end();
+      looked += pages.looked + 1;
       const bool too_long = record_bytes(page_tokens_) + pages.name_space.size() > kDiskMetaBytesMax;
-      if (again || (pages.pages.size() == most && !too_long)) later.push_back(last);
-      if (again || too_long) {
-        cache_.finish_disk_write(pages, std::vector<bool>(pages.pages.size(), false));
+      if (pages.waits || (pages.pages.size() == most && !too_long)) later.push_back(last);
+      if (too_long) cache_.cancel_disk_write(pages);
+      if (too_long || pages.pages.empty()) {
+        batch.prompts.pop_back();
         continue;
       }
       for (const DiskPage& page : pages.pages) batch.from.push_back(page.from);
-      batch.prompts.push_back(std::move(pages));
     }
     lasts.insert(lasts.begin(), later.begin(), later.end());
     blocks_.hold_for_reading(batch.from.data(), batch.from.size(), /*for_incarnation=*/0);
   } catch (...) {
-    for (const DiskPages& pages : batch.prompts) {
-      cache_.finish_disk_write(pages, std::vector<bool>(pages.pages.size(), false));
-    }
+    for (const DiskPages& pages : batch.prompts) cache_.cancel_disk_write(pages);
     throw;
   }
 }
