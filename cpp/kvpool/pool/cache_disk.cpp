@@ -101,18 +101,20 @@ DiskPages PromptCache::begin_disk_write(Address last, const DiskChoice& choice) 
 }
 
 // A page whose write failed is the end: those behind it could not be found without it (A18).
-std::size_t PromptCache::finish_disk_write(const DiskPages& write, const std::vector<bool>& written) noexcept {
+std::size_t PromptCache::finish_disk_write(const DiskPages& write, const std::vector<bool>& written,
+                                           std::size_t first) noexcept {
   std::size_t kept = 0;
   bool found = copies_ != nullptr;
   for (std::size_t i = 0; i < write.pages.size(); ++i) {
     const DiskPage& page = write.pages[i];
+    const bool here = written[first + i];
     const Address slot = slot_address(block_of(page.slot));
     const Address at = copies_ != nullptr ? page_written_to(slot) : 0;
     if (at != 0) copies_->set_written_to(at, DiskCopies::kNone);
-    found = found && written[i] && at != 0;
-    if (copies_ != nullptr && written[i]) copies_->set_generation(block_of(slot), page.generation);
+    found = found && here && at != 0;
+    if (copies_ != nullptr && here) copies_->set_generation(block_of(slot), page.generation);
     if (!found) {
-      if (copies_ != nullptr && written[i]) copies_->erase(block_of(slot));
+      if (copies_ != nullptr && here) copies_->erase(block_of(slot));
       blocks_.release(&slot, 1);
       continue;
     }

@@ -226,6 +226,7 @@ std::size_t DiskTier::write_prompts(std::deque<Address> lasts, bool everything, 
 // As many pages as are written together. Leaves in `lasts` the prompts that need more.
 std::size_t DiskTier::write_batch(std::deque<Address>& lasts, bool everything) {
   Batch batch;
+  std::vector<bool> written(batch_blocks_, false);  // before the pages are chosen, which are to be finished
   std::vector<DiskErase> erased;
   PoolMemory::Kept memory;
   {
@@ -253,7 +254,6 @@ std::size_t DiskTier::write_batch(std::deque<Address>& lasts, bool everything) {
     const SpaceLock lock = blocks_.lock();
     blocks_.release_reading(batch.from.data(), batch.from.size());
   }
-  std::vector<bool> written(batch.from.size(), false);
   try {
     erase(std::move(erased));
     if (!batch.from.empty()) written = write(batch);
@@ -300,11 +300,10 @@ void DiskTier::choose_batch(std::deque<Address>& lasts, bool everything, Batch& 
 std::size_t DiskTier::finish_batch(const Batch& batch, const std::vector<bool>& written) {
   const SpaceLock lock = blocks_.lock();
   std::size_t kept = 0;
-  auto next = written.begin();
+  std::size_t next = 0;
   for (const DiskPages& pages : batch.prompts) {
-    const auto end = next + static_cast<std::ptrdiff_t>(pages.pages.size());
-    kept += cache_.finish_disk_write(pages, std::vector<bool>(next, end));
-    next = end;
+    kept += cache_.finish_disk_write(pages, written, next);
+    next += pages.pages.size();
   }
   cache_.audit_if_asked();
   return kept;

@@ -162,8 +162,9 @@ class PromptCache final : private IndexObserver, private CachedBlocks {
   DiskPages begin_disk_write(Address last, const DiskChoice& choice);
   // They are not written after all.
   void cancel_disk_write(const DiskPages& write) noexcept;
-  // They were written, or not. Returns how many pages have a copy now; pages that are gone need none.
-  std::size_t finish_disk_write(const DiskPages& write, const std::vector<bool>& written) noexcept;
+  // They were written, or not, as written[first] and what follows it says. Returns how many pages have a copy now;
+  // pages that are gone need none.
+  std::size_t finish_disk_write(const DiskPages& write, const std::vector<bool>& written, std::size_t first) noexcept;
   // The last pages of what begin_disk_write() could choose from.
   std::vector<Address> ends_without_copies() const;
   // Checks everything and pins the pages, of which those on DISK are to come to DRAM.
