@@ -37,13 +37,6 @@ DISK_TIER_BUGS: Final = (
         _TESTS,
     ),
     Bug(
-        "copy-lost-by-a-move",
-        "pool",
-        "what is written of a page that moves meanwhile is taken for the content of the next page in that block",
-        in_cpp("pool/cache_disk.cpp", "set_being_written(to, slot_address(slot));", "page_is_gone(from);"),
-        _TESTS,
-    ),
-    Bug(
         "dropped-pages-stay-on-disk",
         "pool",
         "deleted prompts are there again after a restart",
