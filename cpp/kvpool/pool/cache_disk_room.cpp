@@ -10,7 +10,7 @@ namespace kvpool {
 namespace {
 
 constexpr std::size_t kPassedMax = 64;  // nodes that cannot go and are passed over, before the search ends
-constexpr std::size_t kLooksMax = 64;   // slots of which the coldest copy goes
+constexpr std::size_t kSlotsMax = 64;   // slots of which the coldest copy goes
 
 }  // namespace
 
@@ -60,7 +60,7 @@ std::size_t PromptCache::drop_cold_copies(std::size_t n, const PromptNode& end) 
 PromptNode* PromptCache::cold_copied_node(std::uint64_t before) noexcept {
   const BlockStore& disk = store(Medium::kDisk);
   PromptNode* coldest = nullptr;
-  for (std::size_t looks = std::min<std::size_t>(kLooksMax, disk.capacity()); looks > 0; --looks) {
+  for (std::size_t left = std::min<std::size_t>(kSlotsMax, disk.capacity()); left > 0; --left) {
     const std::uint32_t slot = next_slot_;
     next_slot_ = slot + 1 < disk.capacity() ? slot + 1 : 0;
     if (disk.state(slot) != BlockState::kHistorical || disk.tag(slot) != CacheBlocks::kCacheTag) continue;
