@@ -31,6 +31,13 @@ DISK_TIER_BUGS: Final = (
         _TESTS,
     ),
     Bug(
+        "write-drops-what-it-writes",
+        "pool",
+        "room on disk is made with the beginning of a prompt whose end lies in memory, which is lost with it",
+        in_cpp("pool/cache_disk_room.cpp", "if (node->children == nullptr) {", "if (node != nullptr) {"),
+        _TESTS,
+    ),
+    Bug(
         "dropped-pages-stay-on-disk",
         "pool",
         "deleted prompts are there again after a restart",

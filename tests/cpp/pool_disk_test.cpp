@@ -3,6 +3,7 @@
 #include <errno.h>
 
 #include <atomic>
+#include <chrono>
 #include <string>
 #include <thread>
 
@@ -263,6 +264,118 @@ TEST_CASE("the budget counts what is flushed as well as what is written in the b
   store(pool, prompt(2, 3), 20);
   CHECK(code_of([&] { pool->flush_disk(true, monotonic_ns() + 30'000'000); }) == ErrorCode::kDeadline);
   CHECK(pool->audit().counters.disk_written_blocks == 3);
+}
+
+TEST_CASE("a write makes room on disk with nothing that lies in memory, nor with what that continues") {
+  for (const bool other_first : {false, true}) {
+    CAPTURE(other_first);
+    const auto pool = open(std::make_shared<PowerDisk>(), 16, 4);
+    store_on_disk(pool, prompt(1, 2), 10);
+    if (other_first) store(pool, prompt(2, 4), 20);
+    {
+      const Found begin = match(pool, prompt(1, 2));
+      Addresses blocks = begin.addresses;
+      REQUIRE(blocks.size() == 2);
+      for (const Address address : alloc(*pool, 2, Medium::kDram)) {
+        stamp(*pool, address, 10 + blocks.size());
+        blocks.push_back(address);
+      }
+      insert(pool, prompt(1, 4), blocks);
+    }
+    if (!other_first) store(pool, prompt(2, 4), 20);
+    flush(*pool);
+    CHECK(brought(pool, prompt(1, 4), 10) == 4);
+    CHECK(brought(pool, prompt(2, 4), 20) == 4);
+    pool->audit();
+  }
+}
+
+TEST_CASE("a disk that is smaller than what memory caches takes what is hotter") {
+  const auto pool = open(std::make_shared<PowerDisk>(), 16, 4);
+  store(pool, prompt(1, 4), 10);
+  flush(*pool);
+  store(pool, prompt(2, 3), 20);
+  flush(*pool);
+  CHECK(disk(pool->audit()).copies == 4);
+  CHECK(pool->audit().counters.disk_written_blocks == 7);
+  pool->evict(64, Medium::kDram);
+  CHECK(brought(pool, prompt(1, 4), 10) == 1);  // the last pages went
+  CHECK(brought(pool, prompt(2, 3), 20) == 3);
+}
+
+TEST_CASE("blocks that are filled after their insertion are written when everything is admitted") {
+  PoolOptions options = disk_options_of(std::make_shared<PowerDisk>(), 8, 32);
+  options.disk->admission = DiskAdmission::kAlways;
+  const auto pool = std::make_shared<Pool>(options);
+  const Tokens tokens = prompt(1, 3);
+  const Addresses blocks = alloc(*pool, 3, Medium::kDram);
+  Addresses canonical(3);
+  const InsertItem item{tokens.data(), tokens.size(), blocks.data(), blocks.size(), canonical.data()};
+  const Pins held(pool, pool->insert_unfilled("", item, false).pin);
+  flush(*pool, /*everything=*/false);
+  CHECK(pool->audit().counters.disk_written_blocks == 0);
+  for (std::size_t i = 0; i < 3; ++i) stamp(*pool, blocks[i], 10 + i);
+  pool->filled(canonical);
+  flush(*pool, /*everything=*/false);
+  CHECK(pool->audit().counters.disk_written_blocks == 3);
+}
+
+TEST_CASE("a page on disk that is computed again lies in its new block, and keeps its slot") {
+  const auto pool = open(std::make_shared<PowerDisk>());
+  store_on_disk(pool, prompt(1, 4), 10);
+  const Found before = match(pool, prompt(1, 4));
+  Addresses blocks = alloc(*pool, 4, Medium::kDram);
+  for (std::size_t i = 0; i < 4; ++i) stamp(*pool, blocks[i], 10 + i);
+  pool->free(&blocks[1], 1);
+  blocks[1] = before.addresses[1];  // of this one the caller has no other
+  {
+    const Held held = insert(pool, prompt(1, 4), blocks);
+    CHECK(held.canonical == blocks);
+    CHECK(held.outcome.duplicates.empty());
+    CHECK(held.outcome.inserted == 0);
+  }
+  CHECK(disk(pool->audit()).copies == 3);
+  CHECK(match(pool, prompt(1, 4)).addresses == blocks);
+  Addresses here(4);
+  {
+    const Pins held(pool, pool->bring(before.addresses, here.data()));
+    for (std::size_t i = 0; i < 4; ++i) CHECK(has_stamp(*pool, here[i], 10 + i));
+  }
+  CHECK(pool->audit().counters.brought_blocks == 1);
+  CHECK(pool->audit().counters.disk_written_blocks == 4);
+}
+
+TEST_CASE("a page that moves while it is written has its copy, and one that goes has none") {
+  const auto files = std::make_shared<PowerDisk>();
+  const auto pool = open(files, 8, 32, 4);
+  std::atomic<bool> held_up{true};
+  std::atomic<bool> writing{false};
+  files->fault = [&](PowerDisk::Call call, const std::string&) {
+    if (call != PowerDisk::Call::kWrite) return 0;
+    writing = true;
+    while (held_up) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    return 0;
+  };
+  bool stays = true;
+  bool comes_back = true;
+  SUBCASE("it moves to HBM") { comes_back = false; }
+  SUBCASE("it moves to HBM and back") {}
+  SUBCASE("it goes") { stays = false; }
+  store(pool, prompt(1, 3), 10);
+  {
+    const Found found = match(pool, prompt(1, 3));
+    while (!writing) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    Addresses here(3);
+    if (stays) const Pins pins(pool, pool->swap_in(found.addresses, {}, here.data()));
+  }
+  if (stays && comes_back) pool->swap_out(3);
+  if (!stays) pool->evict(64, Medium::kDram);
+  held_up = false;
+  flush(*pool, /*everything=*/false);
+  CHECK(disk(pool->audit()).copies == (stays ? 3 : 0));
+  CHECK(pool->audit().counters.disk_written_blocks == (stays ? 3 : 0));
+  pool->evict(64, Medium::kDram);
+  CHECK(brought(pool, prompt(1, 3), 10) == (stays ? 3 : 0));
 }
 
 TEST_CASE("threads that store, match, bring and evict never see a wrong byte") {

@@ -169,6 +169,15 @@ class PromptIndex {
   void for_each_below(Node* node, Visit&& visit) const {
     tree_.for_each_below(node, visit);
   }
+  // visit(const Node&) for every child of a node. REQUIRES: it was not forgotten.
+  template <class Visit>
+  void for_each_child(Node* node, Visit&& visit) const {
+    const auto look = [&](const Node* child) {
+      visit(*child);
+      return false;
+    };
+    tree_.walk_below(node, look, [](const Node*) {});
+  }
   // visit(const Node&) for every node that was forgotten, and that pins still hold.
   template <class Visit>
   void for_each_forgotten(Visit&& visit) const {

@@ -29,10 +29,11 @@ PromptNode* PromptCache::node_if_cached(Address address) const noexcept {
 
 // --- writing ---
 
-// The pages of the prompt that ends with `last`, from the first without a slot on, that are to be written: at most
+// The pages of the prompt that ends with `end`, from the first without a slot on, that are to be written: at most
 // `most`. visit(node, page of it, the page before it or 0).
 template <class Visit>
-void PromptCache::for_each_to_write(PromptNode* end, std::size_t most, const DiskChoice& choice, Visit&& visit) const {
+void PromptCache::for_each_to_write(PromptNode* end, std::size_t most, const DiskChoice& choice, DiskPages& write,
+                                    Visit&& visit) const {
   std::vector<PromptNode*> path;
   for (PromptNode* node = end; !node->is_root(); node = node->parent) path.push_back(node);
   Address before = 0;
@@ -41,8 +42,10 @@ void PromptCache::for_each_to_write(PromptNode* end, std::size_t most, const Dis
     for (std::uint32_t i = 0; i < (*node)->pages; ++i) {
       const Address page = payload.values[i];
       if (payload.value_class == ValueClass::kRemote) return;
+      ++write.looked;
       if (!copies_->on_disk(page)) {
-        if (most-- == 0) return;
+        write.waits = copies_->being_written(page);
+        if (write.waits || most-- == 0) return;
         if (!choice.everything && !admits(copies_->admission(), payload.hits)) return;
         if (medium_of(page) == Medium::kHbm && !choice.from_hbm) return;
         if (blocks_.filling(page)) return;
@@ -55,17 +58,12 @@ void PromptCache::for_each_to_write(PromptNode* end, std::size_t most, const Dis
 
 DiskPages PromptCache::begin_disk_write(Address last, const DiskChoice& choice) {
   DiskPages write;
-  PromptNode* end = node_if_cached(last);
+  PromptNode* const end = node_if_cached(last);
   if (end == nullptr) return write;
   std::size_t needed = 0;
-  for_each_to_write(end, choice.most, choice, [&](PromptNode*, std::uint32_t, Address) { ++needed; });
+  for_each_to_write(end, choice.most, choice, write, [&](PromptNode*, std::uint32_t, Address) { ++needed; });
   if (needed == 0) return write;
-  const std::size_t room = blocks_.free_blocks(Medium::kDisk);
-  if (room < needed) {
-    evict(Medium::kDisk, needed - room);
-    end = node_if_cached(last);  // what was dropped may have been the beginning of this prompt
-    if (end == nullptr) return write;
-  }
+  make_disk_room(needed, *end);
   const std::uint32_t page_tokens = index_.page_tokens();
   write.pages.reserve(needed);
   write.tokens.reserve(needed * page_tokens);
@@ -80,7 +78,7 @@ DiskPages PromptCache::begin_disk_write(Address last, const DiskChoice& choice) 
   std::size_t chosen = 0;
   std::uint32_t slot_before = 0;
   std::uint32_t generation_before = 0;
-  for_each_to_write(end, most, choice, [&](PromptNode* node, std::uint32_t page, Address before) {
+  for_each_to_write(end, most, choice, write, [&](PromptNode* node, std::uint32_t page, Address before) {
     if (chosen == 0) {
       KVPOOL_CHECK(blocks_.take(most, Medium::kDisk, BlockState::kReserved, slots.data()));
       if (before != 0) {
@@ -90,7 +88,9 @@ DiskPages PromptCache::begin_disk_write(Address last, const DiskChoice& choice) 
     }
     const std::uint32_t generation = copies_->next_generation();
     const Address slot = slots[chosen++];
-    write.pages.push_back({node->payload.values[page], slot, generation, slot_before, generation_before});
+    const Address from = node->payload.values[page];
+    write.pages.push_back({from, slot, generation, slot_before, generation_before});
+    set_being_written(from, slot);
     const Token* tokens = node->tokens.get() + std::size_t{page} * page_tokens;
     write.tokens.insert(write.tokens.end(), tokens, tokens + page_tokens);
     slot_before = block_of(slot);
@@ -101,28 +101,75 @@ DiskPages PromptCache::begin_disk_write(Address last, const DiskChoice& choice) 
 }
 
 // A page whose write failed is the end: those behind it could not be found without it (A18).
-std::size_t PromptCache::finish_disk_write(const DiskPages& write, const std::vector<bool>& written) noexcept {
+std::size_t PromptCache::finish_disk_write(const DiskPages& write, const std::vector<bool>& written,
+                                           std::size_t first) noexcept {
   std::size_t kept = 0;
   bool found = copies_ != nullptr;
   for (std::size_t i = 0; i < write.pages.size(); ++i) {
     const DiskPage& page = write.pages[i];
+    const bool here = written[first + i];
     const Address slot = slot_address(block_of(page.slot));
-    const PromptNode* const node = written[i] && found ? node_if_cached(page.from) : nullptr;
-    const Address at = node != nullptr ? page_of(page.from) : 0;
-    found = found && node != nullptr && !copies_->on_disk(at);
-    if (copies_ != nullptr && written[i]) copies_->set_generation(block_of(slot), page.generation);
+    const Address at = copies_ != nullptr ? page_written_to(slot) : 0;
+    if (at != 0) copies_->set_written_to(at, DiskCopies::kNone);
+    found = found && here && at != 0;
+    if (copies_ != nullptr && here) copies_->set_generation(block_of(slot), page.generation);
     if (!found) {
-      if (copies_ != nullptr && written[i]) copies_->erase(block_of(slot));
+      if (copies_ != nullptr && here) copies_->erase(block_of(slot));
       blocks_.release(&slot, 1);
       continue;
     }
     set_copy(at, slot);
+    want_what_continues(at);
     ++kept;
   }
   counters_.disk_written_blocks += kept;
   return kept;
 }
 
+void PromptCache::cancel_disk_write(const DiskPages& write) noexcept {
+  for (const DiskPage& page : write.pages) {
+    const Address slot = slot_address(block_of(page.slot));
+    const Address at = copies_ != nullptr ? page_written_to(slot) : 0;
+    if (at != 0) copies_->set_written_to(at, DiskCopies::kNone);
+    blocks_.release(&slot, 1);
+  }
+}
+
+void PromptCache::set_being_written(Address page, Address slot) noexcept {
+  copies_->set_written_to(page, block_of(slot));
+  blocks_.set_mark(slot, mark_naming(page));
+}
+
+// What is written of it is not needed.
+void PromptCache::page_is_gone(Address page) noexcept {
+  const std::uint32_t slot = copies_->written_to(page);
+  if (slot == DiskCopies::kNone) return;
+  copies_->set_written_to(page, DiskCopies::kNone);
+  blocks_.set_mark(slot_address(slot), 0);
+}
+
+// Where the page lies that is being written to this slot; 0: it is gone.
+Address PromptCache::page_written_to(Address slot) const noexcept {
+  const std::uint32_t mark = store(Medium::kDisk).mark(block_of(slot));
+  return mark == 0 ? 0 : store(medium_of_mark(mark)).address_of(block_of_mark(mark));
+}
+
+// A page that could not be written because the one before it was not on disk can be written now.
+void PromptCache::want_what_continues(Address page) noexcept {
+  PromptNode* const node = node_of(page);
+  if (node->payload.values[node->pages - 1] == page) {
+    index_.for_each_child(node, [&](const PromptNode& child) {
+      if (child.payload.value_class != ValueClass::kRemote && !copies_->being_written(child.payload.values[0])) {
+        want_moved(child);
+      }
+    });
+  }
+}
+
+// Its pages lie where they can be written, which they did not before.
+void PromptCache::want_moved(const PromptNode& node) noexcept {
+  if (admits(copies_->admission(), node.payload.hits)) want(node.payload.values[node.pages - 1]);
+}
 void PromptCache::set_copy(Address page, Address slot) noexcept {
   blocks_.set_state(slot, BlockState::kHistorical);
   blocks_.set_tag(slot, CacheBlocks::kCacheTag);
@@ -137,6 +184,10 @@ void PromptCache::drop_copy(Address page) noexcept {
 }
 
 void PromptCache::move_copy(Address from, Address to) noexcept {
+  if (const std::uint32_t slot = copies_->written_to(from); slot != DiskCopies::kNone) {
+    copies_->set_written_to(from, DiskCopies::kNone);
+    set_being_written(to, slot_address(slot));
+  }
   if (copies_->slot_of(from) == DiskCopies::kNone) return;
   const std::uint32_t slot = copies_->take(from);
   copies_->set(to, slot);
@@ -277,9 +328,10 @@ void PromptCache::drop_copies(const PromptNode& node) noexcept {
     const Address page = node.payload.values[i];
     if (medium_of(page) == Medium::kDisk) {
       copies_->erase(block_of(page));  // its slot is free when its last pin goes
-    } else if (copies_->slot_of(page) != DiskCopies::kNone) {
-      drop_copy(page);
+      continue;
     }
+    if (copies_->slot_of(page) != DiskCopies::kNone) drop_copy(page);
+    page_is_gone(page);
   }
 }
 
@@ -300,10 +352,15 @@ void PromptCache::audit_copies() const {
     if (node.payload.value_class == ValueClass::kRemote || node.payload.value_class == ValueClass::kDisk) return;
     for (std::uint32_t i = 0; i < node.pages; ++i) {
       const Address page = node.payload.values[i];
+      const BlockStore& disk = store(Medium::kDisk);
+      const std::uint32_t next = copies_->written_to(page);
+      if (next != DiskCopies::kNone &&
+          (disk.state(next) != BlockState::kReserved || disk.mark(next) != mark_naming(page))) {
+        fail("a slot that is being written does not know its page (A20)");
+      }
       const std::uint32_t slot = copies_->slot_of(page);
       if (slot == DiskCopies::kNone) continue;
       ++copies;
-      const BlockStore& disk = store(Medium::kDisk);
       if (disk.state(slot) != BlockState::kHistorical || disk.tag(slot) != CacheBlocks::kCacheTag ||
           disk.mark(slot) != mark_naming(page)) {
         fail("a copy on disk does not know its page (A19)");

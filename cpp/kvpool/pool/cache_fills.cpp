@@ -10,7 +10,7 @@ namespace kvpool {
 
 InsertOutcome PromptCache::insert_unfilled(std::string_view name_space, const InsertItem& item, bool free_duplicates) {
   if (free_fills_.empty()) make_room_for_fill();
-  InsertOutcome outcome = std::move(insert(name_space, {&item, 1}, free_duplicates).front());
+  InsertOutcome outcome = std::move(insert(name_space, {&item, 1}, free_duplicates, /*has_content=*/false).front());
 
   // From here on nothing throws.
   const std::uint32_t slot = free_fills_.back();
@@ -64,6 +64,7 @@ void PromptCache::filled(std::span<const Address> addresses) {
     Fill& fill = fills_[slot];
     KVPOOL_DCHECK(fill.remaining > 0);
     if (--fill.remaining > 0) continue;
+    if (copies_ != nullptr && !fill.pin.node->payload.forgotten) want_moved(*fill.pin.node);
     index_.unpin(fill.pin);  // it may free this block
     free_fills_.push_back(slot);
   }

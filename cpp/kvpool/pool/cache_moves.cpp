@@ -69,6 +69,7 @@ std::size_t PromptCache::finish_move_out(MoveOut& move, std::vector<Address>* mo
       }
       index_.redirect(node, &to[i]);
       placed(*node);
+      if (copies_ != nullptr) want_moved(*node);
       blocks_.release(&from[i], pages);
       if (moved != nullptr) moved->insert(moved->end(), &to[i], &to[i] + pages);
       gone += pages;

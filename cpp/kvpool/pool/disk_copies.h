@@ -7,7 +7,8 @@
 //   A18  A page with a slot has slots of all pages before it in its prompt. So what is on disk can be found after a
 //       restart, and a page without a slot that is dropped takes none with it.
 //   A19  A slot that is a copy is historical, has kCacheTag, and its mark names the block where the page lies.
-//   A20  A slot that is being written, or whose write has not been committed, is reserved.
+//   A20  A slot that is being written, or whose write has not been committed, is reserved. Its mark names the block
+//       where the page lies, which may move meanwhile; it is 0 once the page is gone.
 //
 // Thread-safety: none; callers hold the lock of the space.
 #pragma once
@@ -37,7 +38,10 @@ class DiskCopies {
   // `blocks`: the capacity of each medium. Throws std::bad_alloc.
   DiskCopies(const MediumMap<std::uint32_t>& blocks, DiskAdmission admission)
       : admission_(admission), generations_(blocks[Medium::kDisk], 0), scratch_(kScratch), old_(kScratch) {
-    for (const Medium medium : {Medium::kHbm, Medium::kDram}) slots_[medium].assign(blocks[medium], kNone);
+    for (const Medium medium : {Medium::kHbm, Medium::kDram}) {
+      slots_[medium].assign(blocks[medium], kNone);
+      written_[medium].assign(blocks[medium], kNone);
+    }
     erased_.reserve(blocks[Medium::kDisk]);
   }
 
@@ -59,6 +63,15 @@ class DiskCopies {
     return std::exchange(slots_[medium_of(address)][block_of(address)], kNone);
   }
   std::uint32_t count() const noexcept { return count_; }  // copies
+
+  // The slot to which a page that lies in HBM or DRAM is being written; kNone: to none.
+  std::uint32_t written_to(Address address) const noexcept { return written_[medium_of(address)][block_of(address)]; }
+  bool being_written(Address address) const noexcept {
+    return medium_of(address) != Medium::kDisk && written_to(address) != kNone;
+  }
+  void set_written_to(Address address, std::uint32_t slot) noexcept {
+    written_[medium_of(address)][block_of(address)] = slot;
+  }
 
   // Of the entry in a slot, as the store knows it; 0: it has none, or it is to be erased.
   std::uint32_t generation(std::uint32_t slot) const noexcept { return generations_[slot]; }
@@ -116,6 +129,7 @@ class DiskCopies {
  private:
   const DiskAdmission admission_;
   MediumMap<std::vector<std::uint32_t>> slots_;
+  MediumMap<std::vector<std::uint32_t>> written_;
   std::vector<std::uint32_t> generations_;
   std::uint32_t last_generation_ = 0;
   std::uint32_t count_ = 0;
@@ -140,6 +154,8 @@ struct DiskPages {
   std::string name_space;
   std::vector<Token> tokens;
   std::vector<DiskPage> pages;
+  std::size_t looked = 0;  // how many pages of the prompt were looked at
+  bool waits = false;      // for a page that is being written: what continues it can be chosen then
 };
 
 }  // namespace kvpool

@@ -21,6 +21,7 @@ namespace {
 
 constexpr std::size_t kBatchBytes = 8 << 20;  // written together
 constexpr std::size_t kBatchBlocksMax = 256;
+constexpr std::size_t kLookedMax = 1 << 14;      // pages, in one hold of the space's lock
 constexpr std::int64_t kLookNs = 20'000'000;     // how often what waits looks whether it is to end
 constexpr std::int64_t kLastNs = 1'000'000'000;  // how long a close waits for its turn to erase
 constexpr std::int64_t kNoTimeNs = INT64_MAX;    // the store switches itself off when the drive hangs
@@ -188,6 +189,7 @@ std::vector<DiskErase> DiskTier::next_erased() {
 // As many pages as are written together. Leaves in `lasts` the prompts that need more. REQUIRES: write_mutex_ is held.
 std::size_t DiskTier::write_batch(std::deque<Address>& lasts, bool everything, const Waiting* waiting) {
   Batch batch;
+  std::vector<bool> written(batch_blocks_, false);  // before the pages are chosen, which are to be finished
   PoolMemory::Kept memory;
   {
     const SpaceLock lock = blocks_.lock();
@@ -207,7 +209,6 @@ std::size_t DiskTier::write_batch(std::deque<Address>& lasts, bool everything, c
     const SpaceLock lock = blocks_.lock();
     blocks_.release_reading(batch.from.data(), batch.from.size());
   }
-  std::vector<bool> written(batch.from.size(), false);
   try {
     erase(next_erased(), waiting);  // the entries that lay in the chosen slots
     if (!batch.from.empty()) write(batch, waiting, written);
@@ -221,35 +222,34 @@ std::size_t DiskTier::write_batch(std::deque<Address>& lasts, bool everything, c
   return kept;
 }
 
-// Holds the pages for reading. REQUIRES: the space's lock is held.
+// Holds the pages for reading. Looks at so many pages that others wait only shortly for the lock; what is left stays in
+// `lasts`. REQUIRES: the space's lock is held.
 void DiskTier::choose_batch(std::deque<Address>& lasts, bool everything, Batch& batch) {
   std::deque<Address> later;
+  std::size_t looked = 0;
   batch.from.reserve(batch_blocks_);
   try {
-    while (!lasts.empty() && batch.from.size() < batch_blocks_) {
+    while (!lasts.empty() && batch.from.size() < batch_blocks_ && looked < kLookedMax) {
       const Address last = lasts.front();
       batch.lasts.push_back(last);
       const std::size_t most = batch_blocks_ - batch.from.size();
-      DiskPages pages = cache_.begin_disk_write(last, {most, everything, from_hbm_});
+      DiskPages& pages = batch.prompts.emplace_back();  // it has its place before it takes slots
+      pages = cache_.begin_disk_write(last, {most, everything, from_hbm_});
       lasts.pop_front();
-      if (pages.pages.empty()) continue;
-      // Prompts that have pages in common lack the same first one: the second waits until the first is written.
-      const bool again = std::ranges::find(batch.from, pages.pages.front().from) != batch.from.end();
+      looked += pages.looked + 1;
       const bool too_long = record_bytes(page_tokens_) + pages.name_space.size() > kDiskMetaBytesMax;
-      if (again || (pages.pages.size() == most && !too_long)) later.push_back(last);
-      if (again || too_long) {
-        cache_.finish_disk_write(pages, std::vector<bool>(pages.pages.size(), false));
+      if (pages.waits || (pages.pages.size() == most && !too_long)) later.push_back(last);
+      if (too_long) cache_.cancel_disk_write(pages);
+      if (too_long || pages.pages.empty()) {
+        batch.prompts.pop_back();
         continue;
       }
       for (const DiskPage& page : pages.pages) batch.from.push_back(page.from);
-      batch.prompts.push_back(std::move(pages));
     }
     lasts.insert(lasts.begin(), later.begin(), later.end());
     blocks_.hold_for_reading(batch.from.data(), batch.from.size(), /*for_incarnation=*/0);
   } catch (...) {
-    for (const DiskPages& pages : batch.prompts) {
-      cache_.finish_disk_write(pages, std::vector<bool>(pages.pages.size(), false));
-    }
+    for (const DiskPages& pages : batch.prompts) cache_.cancel_disk_write(pages);
     for (const Address last : batch.lasts) copies_.want(last);
     throw;
   }
@@ -258,11 +258,10 @@ void DiskTier::choose_batch(std::deque<Address>& lasts, bool everything, Batch& 
 std::size_t DiskTier::finish_batch(const Batch& batch, const std::vector<bool>& written) {
   const SpaceLock lock = blocks_.lock();
   std::size_t kept = 0;
-  auto next = written.begin();
+  std::size_t next = 0;
   for (const DiskPages& pages : batch.prompts) {
-    const auto end = next + static_cast<std::ptrdiff_t>(pages.pages.size());
-    kept += cache_.finish_disk_write(pages, std::vector<bool>(next, end));
-    next = end;
+    kept += cache_.finish_disk_write(pages, written, next);
+    next += pages.pages.size();
   }
   cache_.audit_if_asked();
   return kept;

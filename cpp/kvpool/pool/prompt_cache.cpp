@@ -114,7 +114,7 @@ std::optional<std::size_t> PromptCache::first_misplaced(const InsertItem& item, 
 }
 
 std::vector<InsertOutcome> PromptCache::insert(std::string_view name_space, std::span<const InsertItem> items,
-                                               bool free_duplicates) {
+                                               bool free_duplicates, bool has_content) {
   for (const InsertItem& item : items) check_insertion(name_space, item);
   if (items.size() > 1) {
     const std::uint64_t stamp = blocks_.new_stamp();
@@ -147,10 +147,21 @@ std::vector<InsertOutcome> PromptCache::insert(std::string_view name_space, std:
     for (std::size_t i = done.size(); i-- > 0;) take_back(items[i], done[i]);
     throw;
   }
-  for (const InsertOutcome& outcome : outcomes) {
+  for (std::size_t i = 0; i < outcomes.size(); ++i) {
+    InsertOutcome& outcome = outcomes[i];
+    if (copies_ != nullptr && has_content) [[unlikely]] {
+      try {
+        adopt(items[i], outcome.pin.node);
+      } catch (const std::bad_alloc&) {
+        // They stay on DISK.
+      }
+      std::erase_if(outcome.duplicates, [&](Address address) {
+        return store_of(address).state(block_of(address)) == BlockState::kHistorical;
+      });
+    }
     counters_.inserted_blocks += outcome.inserted;
     counters_.duplicate_blocks += outcome.duplicates.size();
-    if (copies_ != nullptr && copies_->admission() == DiskAdmission::kAlways && outcome.inserted > 0) {
+    if (copies_ != nullptr && has_content && copies_->admission() == DiskAdmission::kAlways && outcome.inserted > 0) {
       const PromptNode& last = *outcome.pin.node;
       want(last.payload.values[last.pages - 1]);
     }
@@ -160,6 +171,45 @@ std::vector<InsertOutcome> PromptCache::insert(std::string_view name_space, std:
     }
   }
   return outcomes;
+}
+
+// Pages on DISK for which an insertion gave blocks with their content lie there from now on, and their slots are
+// copies. Throws std::bad_alloc, with some of them moved.
+void PromptCache::adopt(const InsertItem& item, PromptNode* last) {
+  if (blocks_.space().has_quotas()) return;  // the quotas were checked as if these blocks were given back
+  const auto fresh = [&](std::size_t i) {
+    const Address address = item.addresses[i];
+    return blocks_.is_local(address) && medium_of(address) != Medium::kDisk &&
+           store_of(address).state(block_of(address)) == BlockState::kActive;
+  };
+  std::size_t end = item.n_addresses;
+  for (PromptNode* node = last; !node->is_root(); node = node->parent) {
+    if (node->payload.value_class != ValueClass::kDisk) {
+      end -= node->pages;
+      continue;
+    }
+    // The node's last pages that are alike: the node is cut before them.
+    const std::size_t first = end - node->pages;
+    const bool given = fresh(end - 1);
+    std::size_t begin = end - 1;
+    while (begin > first && fresh(begin - 1) == given &&
+           (!given || medium_of(item.addresses[begin - 1]) == medium_of(item.addresses[end - 1]))) {
+      --begin;
+    }
+    if (begin > first) {
+      index_.isolate(node, static_cast<std::uint32_t>(begin - first), static_cast<std::uint32_t>(end - begin));
+    }
+    if (given) {
+      const std::vector<Address> slots(node->payload.values.get(), node->payload.values.get() + node->pages);
+      index_.redirect(node, item.addresses + begin);
+      placed(*node);
+      for (std::size_t i = 0; i < slots.size(); ++i) {
+        set_copy(item.addresses[begin + i], slot_address(block_of(slots[i])));
+        item.canonical[begin + i] = item.addresses[begin + i];
+      }
+    }
+    end = begin;
+  }
 }
 
 // The caller gets back what an insertion took.
@@ -287,9 +337,10 @@ void PromptCache::dropped(const Address* values, std::size_t n) noexcept {
     for (std::size_t i = 0; i < n; ++i) {
       if (medium_of(values[i]) == Medium::kDisk) {
         copies_->erase(block_of(values[i]));
-      } else if (copies_->slot_of(values[i]) != DiskCopies::kNone) {
-        drop_copy(values[i]);
+        continue;
       }
+      if (copies_->slot_of(values[i]) != DiskCopies::kNone) drop_copy(values[i]);
+      page_is_gone(values[i]);
     }
   }
   dropped_blocks_ += n;

@@ -68,8 +68,9 @@ class PromptCache final : private IndexObserver, private CachedBlocks {
   IndexHit match_for_peer(std::string_view name_space, const Token* tokens, std::size_t n_tokens, Address* out);
   // All or nothing for the whole batch. Throws kOutOfBlocks (kQuota) when pins on pages that are there would break the
   // quotas.
+  // A page that lies on DISK moves to the block that is given for it, if that has its content.
   std::vector<InsertOutcome> insert(std::string_view name_space, std::span<const InsertItem> items,
-                                    bool free_duplicates);
+                                    bool free_duplicates, bool has_content = true);
   // As insert() of one prompt. The content of the blocks that it stores is still to come (A17).
   InsertOutcome insert_unfilled(std::string_view name_space, const InsertItem& item, bool free_duplicates);
   // Before an insertion of content that has come from elsewhere, behind a prefix that was cached when it was asked for.
@@ -156,11 +157,14 @@ class PromptCache final : private IndexObserver, private CachedBlocks {
   void use_disk(DiskCopies& copies) noexcept { copies_ = &copies; }
   bool has_disk() const noexcept { return copies_ != nullptr; }
   // Chooses the first pages without a copy of the prompt that ends with this page, and reserves slots for them, making
-  // room by dropping the coldest pages that lie on DISK. Empty without such pages, or if the prompt is gone.
-  // REQUIRES: has_disk(). Throws std::bad_alloc.
+  // room as make_disk_room() does. Empty without such pages, or if the prompt is gone. REQUIRES: has_disk(). Throws
+  // std::bad_alloc.
   DiskPages begin_disk_write(Address last, const DiskChoice& choice);
-  // They were written, or not. Returns how many pages have a copy now; pages that are gone need none.
-  std::size_t finish_disk_write(const DiskPages& write, const std::vector<bool>& written) noexcept;
+  // They are not written after all.
+  void cancel_disk_write(const DiskPages& write) noexcept;
+  // They were written, or not, as written[first] and what follows it says. Returns how many pages have a copy now;
+  // pages that are gone need none.
+  std::size_t finish_disk_write(const DiskPages& write, const std::vector<bool>& written, std::size_t first) noexcept;
   // The last pages of what begin_disk_write() could choose from.
   std::vector<Address> ends_without_copies() const;
   // Checks everything and pins the pages, of which those on DISK are to come to DRAM.
@@ -236,7 +240,20 @@ class PromptCache final : private IndexObserver, private CachedBlocks {
   void want(Address last) noexcept;
   PromptNode* node_if_cached(Address address) const noexcept;
   template <class Visit>
-  void for_each_to_write(PromptNode* end, std::size_t most, const DiskChoice& choice, Visit&& visit) const;
+  void for_each_to_write(PromptNode* end, std::size_t most, const DiskChoice& choice, DiskPages& write,
+                         Visit&& visit) const;
+  void set_being_written(Address page, Address slot) noexcept;
+  void page_is_gone(Address page) noexcept;
+  Address page_written_to(Address slot) const noexcept;
+  void want_what_continues(Address page) noexcept;
+  void want_moved(const PromptNode& node) noexcept;
+  void make_disk_room(std::size_t n, const PromptNode& end) noexcept;
+  std::size_t drop_disk_leaves(std::size_t n) noexcept;
+  std::size_t drop_cold_copies(std::size_t n, const PromptNode& end) noexcept;
+  PromptNode* cold_copied_node(std::uint64_t before) noexcept;
+  std::uint32_t copied_pages(const PromptNode& node) const noexcept;
+  bool continued_on_disk(PromptNode* node, std::uint32_t copied) const noexcept;
+  void adopt(const InsertItem& item, PromptNode* last);
   void set_copy(Address page, Address slot) noexcept;
   void drop_copy(Address page) noexcept;
   void drop_copies(const PromptNode& node) noexcept;
@@ -261,6 +278,7 @@ class PromptCache final : private IndexObserver, private CachedBlocks {
   std::uint32_t move_stamp_ = 0;      // marks cached blocks, while a list is checked for duplicates
   bool ended_ = false;                // end() was called
   DiskCopies* copies_ = nullptr;      // null: no disk
+  std::uint32_t next_slot_ = 0;       // where the search for a cold copy goes on
 };
 
 }  // namespace kvpool
