@@ -17,8 +17,8 @@ DISK_TIER_BUGS: Final = (
         "what flush() writes is left out of the budget: a drive is written to faster than it may be",
         in_cpp(
             "pool/disk_tier.cpp",
-            "  budget_.charge(n * block_bytes_, now);\n",
-            "  if (n == 1) budget_.charge(block_bytes_, now);\n",
+            "  budget_.charge(n * store->slot_bytes(), now);\n",
+            "  if (n == 1) budget_.charge(store->slot_bytes(), now);\n",
         ),
         _TESTS,
     ),
@@ -35,6 +35,17 @@ DISK_TIER_BUGS: Final = (
         "deleted prompts are there again after a restart",
         in_cpp("pool/disk_copies.h", "erased_.push_back({slot, generations_[slot]});", "static_cast<void>(slot);"),
         _TESTS,
+    ),
+    Bug(
+        "first-pages-told-by-their-generation",
+        "pool",
+        "a page whose predecessor has generation 0 is found as the first of a prompt after a restart",
+        in_cpp(
+            "pool/disk_record.cpp",
+            "out.push_back(parent ? kLater : kFirst);",
+            "out.push_back(parent && parent->generation != 0 ? kLater : kFirst);",
+        ),
+        ("disk_record_test.cpp",),
     ),
     Bug(
         "damaged-block-is-served",

@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <deque>
 #include <new>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -26,6 +27,7 @@
 #include "kvpool/disk/disk_store.h"
 #include "kvpool/index/token_run.h"
 #include "kvpool/pool/disk_admission.h"
+#include "kvpool/pool/disk_record.h"
 
 namespace kvpool {
 
@@ -61,12 +63,13 @@ class DiskCopies {
   std::uint32_t count() const noexcept { return count_; }  // copies
 
   // Of the entry in a slot, as the store knows it.
-  std::uint32_t generation(std::uint32_t slot) const noexcept { return generations_[slot]; }
-  void set_generation(std::uint32_t slot, std::uint32_t generation) noexcept {
+  std::uint64_t generation(std::uint32_t slot) const noexcept { return generations_[slot]; }
+  void set_generation(std::uint32_t slot, std::uint64_t generation) noexcept {
     generations_[slot] = generation;
     last_generation_ = generation > last_generation_ ? generation : last_generation_;
   }
-  std::uint32_t next_generation() noexcept { return ++last_generation_; }
+  // From 1 on. 64 bits do not come round: a directory would take 2^64 writes.
+  std::uint64_t next_generation() noexcept { return ++last_generation_; }
 
   // The entry in this slot is to be erased. Before the slot is written again, take_erased() is called.
   void erase(std::uint32_t slot) noexcept {
@@ -110,8 +113,8 @@ class DiskCopies {
  private:
   const DiskAdmission admission_;
   MediumMap<std::vector<std::uint32_t>> slots_;
-  std::vector<std::uint32_t> generations_;
-  std::uint32_t last_generation_ = 0;
+  std::vector<std::uint64_t> generations_;
+  std::uint64_t last_generation_ = 0;
   std::uint32_t count_ = 0;
   std::vector<DiskErase> erased_;
   std::deque<Address> wanted_;
@@ -124,9 +127,8 @@ class DiskCopies {
 struct DiskPage {
   Address from;
   Address slot;
-  std::uint32_t generation;
-  std::uint32_t parent_slot;        // of the page before it in its prompt
-  std::uint32_t parent_generation;  // 0: it is the first
+  std::uint64_t generation;
+  std::optional<DiskPlace> parent;  // of the page before it in its prompt; none: it is the first
 };
 
 // Pages of one prompt, one after another, that are to be written.
