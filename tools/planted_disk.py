@@ -67,6 +67,17 @@ DISK_BUGS: Final = (
         ("disk_open_test.cpp",),
     ),
     Bug(
+        "first-pages-told-by-their-generation",
+        "pool",
+        "a page whose predecessor has generation 0 is found as the first of a prompt after a restart",
+        in_cpp(
+            "pool/disk_record.cpp",
+            "out.push_back(parent ? kLater : kFirst);",
+            "out.push_back(parent && parent->generation != 0 ? kLater : kFirst);",
+        ),
+        ("disk_record_test.cpp",),
+    ),
+    Bug(
         "found-records-not-made-durable",
         "disk",
         "what a killed process had written, and not made durable, is counted on, and lost with the power",

@@ -37,17 +37,6 @@ DISK_TIER_BUGS: Final = (
         _TESTS,
     ),
     Bug(
-        "first-pages-told-by-their-generation",
-        "pool",
-        "a page whose predecessor has generation 0 is found as the first of a prompt after a restart",
-        in_cpp(
-            "pool/disk_record.cpp",
-            "out.push_back(parent ? kLater : kFirst);",
-            "out.push_back(parent && parent->generation != 0 ? kLater : kFirst);",
-        ),
-        ("disk_record_test.cpp",),
-    ),
-    Bug(
         "damaged-block-is-served",
         "pool",
         "a block whose checksum is wrong is given out as good, with whatever was in memory",
