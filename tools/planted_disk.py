@@ -49,6 +49,35 @@ DISK_BUGS: Final = (
         _CORE,
     ),
     Bug(
+        "read-of-a-block-that-is-being-overwritten",
+        "disk",
+        "a slot whose entry was erased, and that is being written again, is read as if the entry was there",
+        in_cpp(
+            "disk/core.cpp",
+            "op.holds = slot.live && slot.generation == op.generation;",
+            "op.holds = slot.generation == op.generation;",
+        ),
+        _CORE,
+    ),
+    Bug(
+        "forked-child-keeps-the-lock",
+        "disk",
+        "a store whose process was killed cannot be opened before the children of that process have ended",
+        in_cpp("disk/posix_files.cpp", "    close_in_children(fd.fd());\n", ""),
+        ("disk_open_test.cpp",),
+    ),
+    Bug(
+        "first-pages-told-by-their-generation",
+        "pool",
+        "a page whose predecessor has generation 0 is found as the first of a prompt after a restart",
+        in_cpp(
+            "pool/disk_record.cpp",
+            "out.push_back(parent ? kLater : kFirst);",
+            "out.push_back(parent && parent->generation != 0 ? kLater : kFirst);",
+        ),
+        ("disk_record_test.cpp",),
+    ),
+    Bug(
         "found-records-not-made-durable",
         "disk",
         "what a killed process had written, and not made durable, is counted on, and lost with the power",

@@ -18,8 +18,8 @@ DISK_TIER_BUGS: Final = (
         "what flush() writes is left out of the budget: a drive is written to faster than it may be",
         in_cpp(
             "pool/disk_tier.cpp",
-            "  budget_.charge(n * block_bytes_, now);\n",
-            "  if (n == 1) budget_.charge(block_bytes_, now);\n",
+            "  budget_.charge(n * store->slot_bytes(), now);\n",
+            "  if (n == 1) budget_.charge(store->slot_bytes(), now);\n",
         ),
         _TESTS,
     ),

@@ -350,7 +350,7 @@ class Pool:
         attend_threads: int,
         space: Space | None = None,
         pieces: int = 1,
-        disk: tuple[int, str, list[tuple[str, str]], str, int, int, float] | None = None,
+        disk: tuple[int, bytes, list[tuple[str, str]], str, int, int, float] | None = None,
     ) -> None: ...
     @property
     def closed(self) -> bool: ...

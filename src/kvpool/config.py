@@ -98,7 +98,7 @@ class Settings:
         disk_admission: Which cached blocks a pool with `disk_blocks` writes to disk: "second-use" what was used twice,
             "always" everything.
         disk_bytes_s: The most bytes a second that it writes to disk, on average; 0: no limit.
-        disk_bytes_day: The most bytes a day that it writes to disk; 0: no limit.
+        disk_bytes_day: The most bytes a day that it writes to disk; 0: no limit. A restarted process begins a day.
         disk_hang_s: Seconds after which a drive that does not answer is taken for broken, and the disk is switched off.
         attend_lent_max: The most attention calls of peers that run or wait in this pool; above it peers get Busy. 0: it
             computes none for peers.

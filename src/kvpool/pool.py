@@ -135,7 +135,7 @@ class Pool(NetworkedPool):
         device: int = -1,
         space: _core.Space | None = None,
         pieces: int = 1,
-        disk: tuple[int, str, list[tuple[str, str]], str, int, int, float] | None = None,
+        disk: tuple[int, bytes, list[tuple[str, str]], str, int, int, float] | None = None,
     ) -> None:
         self.settings: Settings = settings
         self._parallel = parallel

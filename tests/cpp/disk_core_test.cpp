@@ -24,13 +24,13 @@ struct Rig {
     options.io_bytes_max = 2 * kDiskPieceBytes;
     store = std::make_unique<SteppedStore>(options, disk);
   }
-  void put(std::uint32_t slot, std::uint32_t generation) {
+  void put(std::uint32_t slot, std::uint64_t generation) {
     const EntryWrite entry(slot, generation, options.block_bytes);
     const DiskTicket ticket = store->write(entry);
     store->run();
     REQUIRE(ticket->status(0) == DiskStatus::kOk);
   }
-  DiskStatus get(std::uint32_t slot, std::uint32_t generation) {
+  DiskStatus get(std::uint32_t slot, std::uint64_t generation) {
     Bytes content(options.block_bytes);
     const DiskTicket ticket = store->read(slot, generation, content);
     store->run();
@@ -343,33 +343,35 @@ TEST_CASE("a journal on disk stays bounded") {
   CHECK(rig.store->core->counters().compactions > 5);
 }
 
-TEST_CASE("a full disk keeps a store from being compacted, and nothing else") {
-  Rig rig;
-  rig.store.reset();
-  rig.options.journal_bytes_min = 2048;
-  rig.store = std::make_unique<SteppedStore>(rig.options, rig.disk);
-  bool full = true;
-  rig.disk->fault = [&](PowerDisk::Call call, const std::string& name) {
-    return full && call == PowerDisk::Call::kWrite && name == kSnapshotInMaking ? ENOSPC : 0;
-  };
-  std::uint32_t generation = 0;
-  const auto turn_over = [&] {
-    for (int i = 0; i < 200; ++i) {
-      rig.put(0, ++generation);
-      rig.store->erase(0, generation);
-      rig.store->run();
-    }
-  };
-  turn_over();
-  CHECK(rig.store->core->counters().compactions == 0);
-  CHECK(rig.store->core->health().on);
-  full = false;
-  turn_over();
-  CHECK(rig.store->core->counters().compactions > 0);
-  rig.put(0, 1000);
-  rig.store.reset();
-  rig.store = std::make_unique<SteppedStore>(rig.options, rig.disk);
-  CHECK(rig.get(0, 1000) == DiskStatus::kOk);
+TEST_CASE("a full disk, or a quota, keeps a store from being compacted, and nothing else") {
+  for (const int error : {ENOSPC, EDQUOT}) {
+    Rig rig;
+    rig.store.reset();
+    rig.options.journal_bytes_min = 2048;
+    rig.store = std::make_unique<SteppedStore>(rig.options, rig.disk);
+    bool full = true;
+    rig.disk->fault = [&](PowerDisk::Call call, const std::string& name) {
+      return full && call == PowerDisk::Call::kWrite && name == kSnapshotInMaking ? error : 0;
+    };
+    std::uint32_t generation = 0;
+    const auto turn_over = [&] {
+      for (int i = 0; i < 200; ++i) {
+        rig.put(0, ++generation);
+        rig.store->erase(0, generation);
+        rig.store->run();
+      }
+    };
+    turn_over();
+    CHECK(rig.store->core->counters().compactions == 0);
+    CHECK(rig.store->core->health().on);
+    full = false;
+    turn_over();
+    CHECK(rig.store->core->counters().compactions > 0);
+    rig.put(0, 1000);
+    rig.store.reset();
+    rig.store = std::make_unique<SteppedStore>(rig.options, rig.disk);
+    CHECK(rig.get(0, 1000) == DiskStatus::kOk);
+  }
 }
 
 }  // namespace

@@ -19,14 +19,14 @@
 namespace kvpool::testing {
 namespace {
 
-using Entry = std::optional<std::uint32_t>;  // a slot's generation, or nothing
+using Entry = std::optional<std::uint64_t>;  // a slot's generation, or nothing
 
 // What a slot may hold after a loss of power now.
 struct SlotModel {
   std::set<Entry> possible{Entry()};
   Entry live;              // as the running store sees it
   bool writing = false;    // a write has not ended
-  std::uint32_t next = 0;  // its generation
+  std::uint64_t next = 0;  // its generation
 };
 
 class CrashWorld {
@@ -116,7 +116,7 @@ class CrashWorld {
   void on_written(const Pending& pending, DiskBatch& batch) {
     for (std::size_t i = 0; i < batch.size(); ++i) {
       SlotModel& model = models_[pending.entries[i]->write.slot];
-      const std::uint32_t generation = pending.entries[i]->write.generation;
+      const std::uint64_t generation = pending.entries[i]->write.generation;
       model.writing = false;
       if (batch.status(i) == DiskStatus::kOk) {
         model.possible = {Entry(generation)};
@@ -132,7 +132,7 @@ class CrashWorld {
     const std::uint32_t slot = dice_.below(kSlots);
     SlotModel& model = models_[slot];
     if (!model.live) return;
-    const std::uint32_t generation = *model.live;
+    const std::uint64_t generation = *model.live;
     model.live.reset();
     model.possible.insert(Entry());
     store.core->erase({{slot, generation}}, kNoDeadline, [this, slot, generation](DiskBatch& batch) {
@@ -147,7 +147,7 @@ class CrashWorld {
     if (models_[slot].live) check_content(store, slot, *models_[slot].live);
   }
 
-  void check_content(SteppedStore& store, std::uint32_t slot, std::uint32_t generation) {
+  void check_content(SteppedStore& store, std::uint32_t slot, std::uint64_t generation) {
     Bytes content(options_.block_bytes);
     const DiskTicket ticket = store.read(slot, generation, content);
     while (!ticket->completion().done() && store.core->dispatch()) continue;
@@ -213,7 +213,7 @@ class CrashWorld {
   std::shared_ptr<PowerDisk> lost_;  // what is left, once the power was lost
   std::vector<SlotModel> models_;
   std::set<std::shared_ptr<Pending>> pending_;
-  std::uint32_t generation_ = 0;
+  std::uint64_t generation_ = 0;
   std::uint32_t changes_left_ = 0;
   bool opened_ = false;  // the store that runs, not one that only looks
   int crashes_ = 0;

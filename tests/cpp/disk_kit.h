@@ -56,9 +56,9 @@ class TemporaryFolder {
 using Bytes = std::vector<std::byte>;
 
 // Of an entry: differs from that of all others, in every 8 bytes.
-inline Bytes content_of(std::uint32_t slot, std::uint32_t generation, std::size_t bytes) {
+inline Bytes content_of(std::uint32_t slot, std::uint64_t generation, std::size_t bytes) {
   Bytes content(bytes);
-  std::uint64_t word = (std::uint64_t{slot} << 40) + (std::uint64_t{generation} << 20);
+  std::uint64_t word = (std::uint64_t{slot} << 40) + (generation << 20);
   for (std::size_t i = 0; i < bytes; ++i) {
     const std::uint64_t mixed = (word + i / 8) * 0x9E3779B97F4A7C15;
     content[i] = static_cast<std::byte>(mixed >> (8 * (i % 8)));
@@ -66,13 +66,13 @@ inline Bytes content_of(std::uint32_t slot, std::uint32_t generation, std::size_
   return content;
 }
 
-inline Bytes meta_of(std::uint32_t slot, std::uint32_t generation) {
+inline Bytes meta_of(std::uint32_t slot, std::uint64_t generation) {
   return content_of(slot + 1000, generation, (slot * 7 + generation * 13) % 90);
 }
 
 // A write of content_of() and meta_of(), with the memory that it needs until it has ended.
 struct EntryWrite {
-  EntryWrite(std::uint32_t slot, std::uint32_t generation, std::size_t bytes)
+  EntryWrite(std::uint32_t slot, std::uint64_t generation, std::size_t bytes)
       : content(content_of(slot, generation, bytes)),
         meta(meta_of(slot, generation)),
         write{slot, generation, meta, {std::span(content).first(bytes / 3), std::span(content).subspan(bytes / 3)}} {}
@@ -141,10 +141,10 @@ struct SteppedStore {
     }
   }
   DiskTicket write(const EntryWrite& entry) { return core->write({entry.write}, kNoDeadline, {}); }
-  DiskTicket erase(std::uint32_t slot, std::uint32_t generation) {
+  DiskTicket erase(std::uint32_t slot, std::uint64_t generation) {
     return core->erase({{slot, generation}}, kNoDeadline, {});
   }
-  DiskTicket read(std::uint32_t slot, std::uint32_t generation, Bytes& into) {
+  DiskTicket read(std::uint32_t slot, std::uint64_t generation, Bytes& into) {
     return core->read({{slot, generation, {}, {std::span(into)}}}, kNoDeadline, {});
   }
 

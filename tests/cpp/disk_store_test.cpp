@@ -34,12 +34,12 @@ DiskStatus wait_for(const DiskTicket& ticket) {
   return ticket->status(0);
 }
 
-DiskStatus put(DiskStore& store, std::uint32_t slot, std::uint32_t generation, std::size_t bytes = kBlock) {
+DiskStatus put(DiskStore& store, std::uint32_t slot, std::uint64_t generation, std::size_t bytes = kBlock) {
   const EntryWrite entry(slot, generation, bytes);
   return wait_for(store.write({entry.write}, soon_ns()));
 }
 
-DiskStatus get(DiskStore& store, std::uint32_t slot, std::uint32_t generation, std::size_t bytes = kBlock) {
+DiskStatus get(DiskStore& store, std::uint32_t slot, std::uint64_t generation, std::size_t bytes = kBlock) {
   Bytes content(bytes);
   const DiskStatus status = wait_for(store.read({{slot, generation, {}, {std::span(content)}}}, soon_ns()));
   if (status == DiskStatus::kOk) CHECK(content == content_of(slot, generation, bytes));

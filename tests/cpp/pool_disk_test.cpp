@@ -122,11 +122,44 @@ TEST_CASE("a page whose write failed is not on disk, nor is what continues it, a
   CHECK(match(pool, prompt(2, 3)).hit.pages == 0);
 }
 
-TEST_CASE("a read that fails ends with the error of the store, and nothing on disk is cached any more") {
+TEST_CASE("a page that the drive cannot read is lost, also for the next pool, and the rest on disk stays") {
+  const auto files = std::make_shared<PowerDisk>();
+  auto pool = open(files);
+  store_on_disk(pool, prompt(1, 3), 10);
+  store_on_disk(pool, prompt(2, 2), 20);
+  files->fault = [](PowerDisk::Call call, const std::string&) { return call == PowerDisk::Call::kRead ? EIO : 0; };
+  {
+    const Found found = match(pool, prompt(1, 3));
+    Addresses here(3);
+    const auto error = error_of([&] { Pins(pool, pool->bring(found.addresses, here.data())); });
+    REQUIRE(error);
+    CHECK(error->code() == ErrorCode::kStaleAddress);
+    CHECK(error->cause() == ErrorCause::kLostOnDisk);
+  }
+  files->fault = nullptr;
+  CHECK(pool->disk_stats().health.on);
+  CHECK(match(pool, prompt(1, 3)).hit.pages == 0);
+  CHECK(brought(pool, prompt(2, 2), 20) == 2);
+  flush(*pool);  // what was erased
+  pool->audit();
+  pool.reset();
+  pool = open(files);
+  CHECK(match(pool, prompt(1, 3)).hit.pages == 0);
+  CHECK(brought(pool, prompt(2, 2), 20) == 2);
+}
+
+TEST_CASE("reads that fail again and again end with the error of the store, and nothing on disk is cached any more") {
   const auto files = std::make_shared<PowerDisk>();
   const auto pool = open(files);
+  constexpr int kErrors = 8;
+  for (int i = 1; i < kErrors; ++i) store_on_disk(pool, prompt(10 + i, 1), 10);
   store_on_disk(pool, prompt(1, 3), 10);
   files->fault = [](PowerDisk::Call call, const std::string&) { return call == PowerDisk::Call::kRead ? EIO : 0; };
+  for (int i = 1; i < kErrors; ++i) {
+    const Found found = match(pool, prompt(10 + i, 1));
+    Addresses here(1);
+    CHECK(code_of([&] { Pins(pool, pool->bring(found.addresses, here.data())); }) == ErrorCode::kStaleAddress);
+  }
   {
     const Found found = match(pool, prompt(1, 3));
     Addresses here(3);
@@ -260,7 +293,7 @@ TEST_CASE("the budget counts what is flushed as well as what is written in the b
   const auto pool = std::make_shared<Pool>(options);
   store(pool, prompt(1, 3), 10);
   flush(*pool);
-  CHECK(pool->disk_stats().bytes_today == 3 * options.layout.block_bytes());
+  CHECK(pool->disk_stats().bytes_today == 3 * kDiskAlignment);  // a block is smaller than what it takes
   store(pool, prompt(2, 3), 20);
   CHECK(code_of([&] { pool->flush_disk(true, monotonic_ns() + 30'000'000); }) == ErrorCode::kDeadline);
   CHECK(pool->audit().counters.disk_written_blocks == 3);

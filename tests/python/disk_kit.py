@@ -11,7 +11,9 @@ import kvpool
 from kvpool import DRAM
 
 
-def disk_pool(path: Path, disk_blocks: int = 32, dram_blocks: int = 8, hbm_blocks: int = 0, **more: Any) -> kvpool.Pool:
+def disk_pool(
+    path: Path | str, disk_blocks: int = 32, dram_blocks: int = 8, hbm_blocks: int = 0, **more: Any
+) -> kvpool.Pool:
     """A pool with blocks on disk, on the CPU; without HBM, unless it is asked for."""
     return small_pool(hbm_blocks, dram_blocks, disk_blocks=disk_blocks, disk_path=path, **more)
 

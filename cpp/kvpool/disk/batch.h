@@ -37,7 +37,7 @@ struct Op {
   DiskStatus status = DiskStatus::kPending;
   DiskStatus outcome = DiskStatus::kOk;  // of the I/Os so far
   std::uint32_t slot = 0;
-  std::uint32_t generation = 0;
+  std::uint64_t generation = 0;
   std::uint32_t ios = 0;        // that have not ended
   StoreIo* first_io = nullptr;  // of a write: the others follow as `next_io`
   std::uint32_t ios_planned = 0;

@@ -68,14 +68,14 @@ struct DiskOptions {
   std::uint64_t io_bytes_max = 1 << 20;   // of one I/O: adjacent slots of a batch go together up to here; a multiple
                                           // of kDiskPieceBytes
   std::int64_t hang_ns = 10'000'000'000;  // I/O that takes longer switches the store off
-  std::uint32_t read_errors_max = 1;      // so many reads that fail with EIO switch the store off
+  std::uint32_t read_errors_max = 8;      // so many reads that the drive fails switch the store off
   std::uint64_t journal_bytes_min = 4 << 20;  // the journal is compacted when it is larger than this and the snapshot
 };
 
 // An entry found by open().
 struct DiskEntry {
   std::uint32_t slot;
-  std::uint32_t generation;
+  std::uint64_t generation;
   std::span<const std::byte> meta;  // valid until forget_recovered()
 };
 
@@ -99,7 +99,7 @@ struct DiskRange {
 // The spans, one after another, are the block: their bytes add up to block_bytes.
 struct DiskWrite {
   std::uint32_t slot;
-  std::uint32_t generation;
+  std::uint64_t generation;
   std::span<const std::byte> meta;  // at most kDiskMetaBytesMax; copied by write()
   std::vector<std::span<const std::byte>> spans;
 };
@@ -107,14 +107,14 @@ struct DiskWrite {
 // The ranges, one after another, fill the spans: their bytes add up to the same.
 struct DiskRead {
   std::uint32_t slot;
-  std::uint32_t generation;
+  std::uint64_t generation;
   std::vector<DiskRange> ranges;  // empty: the block
   std::vector<std::span<std::byte>> spans;
 };
 
 struct DiskErase {
   std::uint32_t slot;
-  std::uint32_t generation;
+  std::uint64_t generation;
 };
 
 // Why the store is off.

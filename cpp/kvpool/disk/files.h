@@ -63,7 +63,8 @@ int read_all(DiskFile& file, std::uint64_t offset, std::byte* to, std::size_t by
 int write_all(DiskFile& file, std::uint64_t offset, const std::byte* from, std::size_t bytes) noexcept;
 
 // The directory of this path, made with mode 0700 if it is absent. Throws kState (cause kForeign) if the path names
-// something else, kStoreFailed (errno).
+// something else, or the directory or a file of kvpool's in it is not this user's alone (others may write to the
+// directory, or use the file in any way; a file is not a regular one); kStoreFailed (errno).
 std::shared_ptr<DiskDirectory> posix_directory(const std::string& path);
 
 // For messages: "No space left on device".

@@ -29,6 +29,8 @@ int flush_file(DiskDirectory& directory, const std::string& name) {
   return error != 0 ? error : file->flush();
 }
 
+bool is_full(int error) noexcept { return error == ENOSPC || error == EDQUOT; }
+
 void require(int error, const char* what) {
   if (error == 0) return;
   throw Error(ErrorCode::kStoreFailed, std::string(what) + ": " + errno_text(error), {{"errno", error}});
@@ -68,7 +70,9 @@ Journal::Journal(std::shared_ptr<DiskDirectory> directory, const DiskId& store, 
   }
   require(directory_->flush(), "cannot make the directory durable");
   require(remove_before(found.snapshot()), "cannot remove old files");
-  require(rotate(), "cannot begin a journal");
+  const int error = rotate();
+  if (is_full(error)) return;  // what was found can be read; the first change begins the file, or fails
+  require(error, "cannot begin a journal");
   fold_wanted_ = old_bytes_ > std::max(bytes_min_, snapshot_bytes_.load()) || found.journals().size() > kJournalsMax;
 }
 
@@ -85,6 +89,7 @@ int Journal::append(std::span<const Record> records) {
 }
 
 bool Journal::wants_rotation() const noexcept {
+  if (file_ == nullptr) return true;
   const std::uint64_t bytes = old_bytes_ + current_bytes_;
   return !fold_wanted_ && bytes > std::max({bytes_min_, snapshot_bytes_.load(), retry_bytes_.load()});
 }
@@ -94,6 +99,7 @@ int Journal::rotate() {
   const LogHeader header = journal_header(store_, number, next_sequence_);
   std::unique_ptr<DiskFile> file;
   int error = make_file(*directory_, header, journal_name(number), file);
+  if (is_full(error)) static_cast<void>(directory_->remove(journal_name(number)));  // it may be tried again
   if (error == 0) error = directory_->flush();
   if (error != 0) return error;
   file_ = std::move(file);
@@ -123,11 +129,11 @@ int Journal::fold() {
   } catch (const std::bad_alloc&) {
     error = ENOSPC;  // as harmless, and as likely to pass
   }
-  if (error == ENOSPC) {
+  if (is_full(error)) {
     static_cast<void>(directory_->remove(kSnapshotInMaking));
     retry_bytes_ = 2 * (old_bytes_ + current_bytes_);
     fold_wanted_ = false;
-    return error;
+    return ENOSPC;
   }
   if (error != 0) return error;
   error = remove_before(number);

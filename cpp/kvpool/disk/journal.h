@@ -28,19 +28,21 @@ class Journal {
   // Makes the first file, durable but for its name. Returns 0 or an errno.
   static int make_first(DiskDirectory& directory, const DiskId& store);
 
-  // Goes on behind what was read: makes durable what was found, removes what is superseded, and begins a file. Throws
-  // kStoreFailed (errno).
+  // Goes on behind what was read: makes durable what was found, removes what is superseded, and begins a file; on a
+  // full disk it begins none, and wants_rotation(). Throws kStoreFailed (errno).
   Journal(std::shared_ptr<DiskDirectory> directory, const DiskId& store, const LogState& found,
           std::uint64_t bytes_min);
 
-  // Durable when it returns 0; else an errno, and the journal must not be used again. Throws std::bad_alloc.
+  // Durable when it returns 0; else an errno, and the journal must not be used again. REQUIRES: rotate() was called if
+  // it was wanted. Throws std::bad_alloc.
   int append(std::span<const Record> records);
 
   bool wants_rotation() const noexcept;
   // Begins another file; then wants_fold(). Returns 0 or an errno.
   int rotate();
   bool wants_fold() const noexcept { return fold_wanted_.load(); }
-  // Returns 0 or an errno. ENOSPC: the files are as before, and it is tried again when they have doubled.
+  // Returns 0 or an errno. ENOSPC (a full disk, or a quota): the files are as before, and it is tried again when they
+  // have doubled.
   int fold();
 
   std::uint64_t bytes() const noexcept { return old_bytes_ + current_bytes_ + snapshot_bytes_; }
@@ -55,8 +57,8 @@ class Journal {
   const DiskId store_;
   const std::uint32_t slots_;
   const std::uint64_t bytes_min_;
-  std::unique_ptr<DiskFile> file_;
-  LogHeader header_;  // of file_
+  std::unique_ptr<DiskFile> file_;  // null: the disk was full when it was opened
+  LogHeader header_;                // of file_
   std::uint64_t next_sequence_;
   std::vector<std::byte> encoded_;
   std::atomic<std::uint64_t> number_;  // of file_

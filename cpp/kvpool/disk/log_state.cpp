@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <charconv>
 #include <cstring>
+#include <optional>
 #include <string_view>
 
 #include "kvpool/base/error.h"
+#include "kvpool/disk/log_reader.h"
 
 namespace kvpool {
 namespace {
@@ -27,7 +29,11 @@ bool is_numbered(const std::string& name, std::string_view prefix, std::uint64_t
   return error == std::errc() && stopped == end && number > 0;
 }
 
-bool is_zero(std::span<const std::byte> bytes) noexcept {
+// The header lies in one sector: it is not there, or is cut off, if power was lost while the file was being made.
+bool is_unmade(DiskDirectory& directory, const std::string& name) {
+  const std::optional<LogHeader> header = LogReader(directory, name).header();
+  if (!header) return true;
+  const std::span<const std::byte> bytes = std::as_bytes(std::span(&*header, 1));
   return std::all_of(bytes.begin(), bytes.end(), [](std::byte byte) { return byte == std::byte{0}; });
 }
 
@@ -64,72 +70,51 @@ Record LogState::record(std::uint32_t slot) const noexcept {
   return {head.change, head.slot, head.generation, checksums, {at + sizeof(head) + checksums.size(), head.meta_bytes}};
 }
 
-std::span<const std::byte> LogState::load(DiskDirectory& directory, const std::string& name) {
-  std::unique_ptr<DiskFile> file;
-  std::uint64_t bytes = 0;
-  int error = directory.open(name, DiskOpen::kThere, file);
-  if (error == 0) error = file->size(bytes);
-  if (error == 0) {
-    contents_.emplace_back(new std::byte[bytes]);  // not filled first, unlike a vector
-    error = read_all(*file, 0, contents_.back().get(), bytes);
+LogHeader LogState::header_of(LogReader& reader, LogKind kind, std::uint64_t number) const {
+  const std::optional<LogHeader> header = reader.header();
+  if (!header) throw_damaged(reader.name(), "has no header");
+  if (!is_sound(*header) || header->kind != kind || header->number != number) {
+    throw_damaged(reader.name(), "has a wrong header");
   }
-  if (error != 0) {
-    throw Error(ErrorCode::kStoreFailed, "cannot read " + name + ": " + errno_text(error), {{"errno", error}});
-  }
-  return {contents_.back().get(), bytes};
-}
-
-LogHeader LogState::header_of(std::span<const std::byte> content, LogKind kind, std::uint64_t number) const {
-  const std::string name = kind == LogKind::kJournal ? journal_name(number) : snapshot_name(number);
-  LogHeader header;
-  if (content.size() < sizeof(header)) throw_damaged(name, "has no header");
-  std::memcpy(&header, content.data(), sizeof(header));
-  if (!is_sound(header) || header.kind != kind || header.number != number) throw_damaged(name, "has a wrong header");
-  if (header.store != store_) throw_damaged(name, "belongs to another store");
-  return header;
+  if (header->store != store_) throw_damaged(reader.name(), "belongs to another store");
+  return *header;
 }
 
 void LogState::read_snapshot(DiskDirectory& directory, std::uint64_t number) {
-  const std::string name = snapshot_name(number);
-  std::span<const std::byte> content = load(directory, name);
-  const LogHeader header = header_of(content, LogKind::kSnapshot, number);
+  LogReader reader(directory, snapshot_name(number));
+  const LogHeader header = header_of(reader, LogKind::kSnapshot, number);
   snapshot_ = number;
-  snapshot_bytes_ = content.size();
-  content = content.subspan(sizeof(header));
+  snapshot_bytes_ = reader.bytes();
   for (std::uint64_t i = 1; i <= header.records; ++i) {
-    const auto found = read_record(content, header, i);
-    if (!found) throw_damaged(name, "has a wrong checksum");
-    apply(content.data(), found->record, name);
-    content = content.subspan(found->bytes);
+    const auto found = reader.next(header, i);
+    if (!found) throw_damaged(reader.name(), "has a wrong checksum");
+    apply(reader, *found);
   }
   next_sequence_ = header.first_sequence;
 }
 
 void LogState::read_journal(DiskDirectory& directory, std::uint64_t number) {
-  const std::string name = journal_name(number);
-  std::span<const std::byte> content = load(directory, name);
-  // The header lies in one sector: it is not there, or is cut off, if power was lost while the file was being made.
-  if (content.size() < sizeof(LogHeader) || is_zero(content.first(sizeof(LogHeader)))) {
+  if (is_unmade(directory, journal_name(number))) {
     unmade_.push_back(number);
     return;
   }
-  const LogHeader header = header_of(content, LogKind::kJournal, number);
-  if (header.first_sequence != next_sequence_) throw_damaged(name, "does not follow the file before it");
+  LogReader reader(directory, journal_name(number));
+  const LogHeader header = header_of(reader, LogKind::kJournal, number);
+  if (header.first_sequence != next_sequence_) throw_damaged(reader.name(), "does not follow the file before it");
   journals_.push_back(number);
-  journal_bytes_ += content.size();
-  content = content.subspan(sizeof(header));
-  while (const auto found = read_record(content, header, next_sequence_)) {
-    apply(content.data(), found->record, name);
-    content = content.subspan(found->bytes);
+  journal_bytes_ += reader.bytes();
+  while (const auto found = reader.next(header, next_sequence_)) {
+    apply(reader, *found);
     ++next_sequence_;
   }
 }
 
-void LogState::apply(const std::byte* at, const Record& record, const std::string& name) {
-  if (record.slot >= records_.size()) throw_damaged(name, "names a slot that is not there");
+void LogState::apply(const LogReader& reader, const Record& record) {
+  if (record.slot >= records_.size()) throw_damaged(reader.name(), "names a slot that is not there");
+  if (contents_.empty() || contents_.back() != reader.memory()) contents_.push_back(reader.memory());
   const std::byte*& place = records_[record.slot];
   entries_ -= place != nullptr ? 1 : 0;
-  place = record.change == Change::kPut ? at : nullptr;
+  place = record.change == Change::kPut ? reader.at() : nullptr;
   entries_ += place != nullptr ? 1 : 0;
 }
 

@@ -26,6 +26,8 @@ struct LogFiles {
 };
 LogFiles log_files_of(const std::vector<std::string>& names);
 
+class LogReader;
+
 class LogState {
  public:
   LogState(const DiskId& store, std::uint32_t slots) : store_(store), records_(slots) {}
@@ -50,15 +52,14 @@ class LogState {
   const std::vector<std::uint64_t>& unmade() const noexcept { return unmade_; }
 
  private:
-  std::span<const std::byte> load(DiskDirectory& directory, const std::string& name);
-  LogHeader header_of(std::span<const std::byte> content, LogKind kind, std::uint64_t number) const;
+  LogHeader header_of(LogReader& reader, LogKind kind, std::uint64_t number) const;
   void read_snapshot(DiskDirectory& directory, std::uint64_t number);
   void read_journal(DiskDirectory& directory, std::uint64_t number);
-  void apply(const std::byte* at, const Record& record, const std::string& name);
+  void apply(const LogReader& reader, const Record& record);
 
   DiskId store_;
-  std::vector<std::unique_ptr<std::byte[]>> contents_;
-  std::vector<const std::byte*> records_;  // by slot, in contents_
+  std::vector<std::shared_ptr<std::byte[]>> contents_;  // what records_ points into
+  std::vector<const std::byte*> records_;               // by slot, in contents_
   std::uint32_t entries_ = 0;
   std::uint64_t next_sequence_ = 1;
   std::uint64_t snapshot_ = 0;

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "kvpool/base/error.h"
+#include "kvpool/disk/plan.h"
 
 namespace kvpool {
 namespace {
@@ -65,6 +66,11 @@ std::vector<std::string> names_in(DiskDirectory& directory) {
       .because(ErrorCause::kForeign);
 }
 
+[[noreturn]] void throw_damaged(const std::string& how) {
+  throw Error(ErrorCode::kState, "the store on disk is damaged: " + how + ". Nothing was changed")
+      .because(ErrorCause::kDamaged);
+}
+
 std::string content_of(DiskDirectory& directory, const char* name) {
   std::unique_ptr<DiskFile> file;
   std::uint64_t bytes = 0;
@@ -109,6 +115,11 @@ void take_lock(const DiskOptions& options, DiskDirectory& directory) {
   require_done(directory.flush(), "cannot make the directory durable");
 }
 
+// How long kvpool.blocks is.
+std::uint64_t blocks_bytes(const StoreDescription& description) {
+  return BlockShape(description.block_bytes).offset(description.slots, 0);
+}
+
 int write_blocks(DiskDirectory& directory, const StoreDescription& description, std::uint64_t bytes) {
   std::unique_ptr<DiskFile> file;
   int error = directory.open(kBlocks, DiskOpen::kNew, file);
@@ -147,6 +158,15 @@ bool is_unfinished(const std::vector<std::string>& names) {
   });
 }
 
+// A store is used only once it has been made: a journal with more than its header belongs to one that was.
+bool has_records(DiskDirectory& directory, const std::string& journal) {
+  std::unique_ptr<DiskFile> file;
+  std::uint64_t bytes = 0;
+  require_done(directory.open(journal, DiskOpen::kThere, file), "cannot open " + journal);
+  require_done(file->size(bytes), "cannot read " + journal);
+  return bytes > sizeof(LogHeader);
+}
+
 void make_store(const DiskOptions& options, DiskDirectory& directory) {
   const std::vector<std::string> names = names_in(directory);
   if (!is_unfinished(names)) {
@@ -155,13 +175,15 @@ void make_store(const DiskOptions& options, DiskDirectory& directory) {
                                        "says what they are. Nothing was changed")
         .because(ErrorCause::kDamaged);
   }
+  if (has(names, journal_name(1).c_str()) && has_records(directory, journal_name(1))) {
+    throw_damaged("its journal has records, and there is no kvpool.store, which says what they are");
+  }
   remove_unfinished(directory);
   StoreDescription description{{}, options.slots, options.block_bytes, options.format};
   if (getrandom(description.id.data(), description.id.size(), 0) != static_cast<ssize_t>(description.id.size())) {
     require_done(errno, "cannot name the store on disk");
   }
-  const std::uint64_t slot_bytes = (options.block_bytes + kDiskAlignment - 1) / kDiskAlignment * kDiskAlignment;
-  const std::uint64_t bytes = kDiskAlignment + options.slots * slot_bytes;
+  const std::uint64_t bytes = blocks_bytes(description);
   const std::uint64_t room = directory.free_bytes();
   int error = room < bytes ? ENOSPC : write_blocks(directory, description, bytes);
   if (error == 0) error = Journal::make_first(directory, description.id);
@@ -182,13 +204,16 @@ void make_store(const DiskOptions& options, DiskDirectory& directory) {
 std::unique_ptr<DiskFile> open_blocks(DiskDirectory& directory, const StoreDescription& description) {
   std::unique_ptr<DiskFile> file;
   require_done(directory.open(kBlocks, DiskOpen::kThereDirect, file), "cannot open kvpool.blocks");
+  std::uint64_t bytes = 0;
+  require_done(file->size(bytes), "cannot read kvpool.blocks");
+  // Slots behind the end of the file would fail one by one, as if the drive had failed.
+  if (bytes < blocks_bytes(description)) throw_damaged("kvpool.blocks was cut off");
   const AlignedBytes page = header_page();
   require_done(read_all(*file, 0, page.get(), kDiskAlignment), "cannot read kvpool.blocks");
   BlocksHeader expected;
   expected.store = description.id;
   if (std::memcmp(page.get(), &expected, sizeof(expected)) != 0) {
-    throw Error(ErrorCode::kState, "the store on disk is damaged: kvpool.blocks is not its file. Nothing was changed")
-        .because(ErrorCause::kDamaged);
+    throw_damaged("kvpool.blocks is not its file");
   }
   return file;
 }

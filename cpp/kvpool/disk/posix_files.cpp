@@ -1,14 +1,20 @@
 #include <dirent.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <cerrno>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "kvpool/base/error.h"
+#include "kvpool/base/fork_guard.h"
 #include "kvpool/disk/disk_store.h"
 #include "kvpool/disk/files.h"
 
@@ -27,10 +33,37 @@ class Descriptor {
     return *this;
   }
   int fd() const noexcept { return fd_; }
+  void forget() noexcept { fd_ = -1; }
 
  private:
   int fd_;
 };
+
+// Descriptors of locks, plus 1; 0: a free place. A forked child closes its copies: otherwise it would keep the lock
+// when its parent was killed, until it has ended itself. Beyond so many locks it keeps them.
+constexpr std::size_t kLocksMax = 256;
+std::array<std::atomic<int>, kLocksMax> lock_descriptors{};
+
+[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, [] {
+  for (std::atomic<int>& place : lock_descriptors) {
+    if (const int fd = place.exchange(0) - 1; fd >= 0) close(fd);
+  }
+});
+
+void close_in_children(int fd) noexcept {
+  for (std::atomic<int>& place : lock_descriptors) {
+    int free = 0;
+    if (place.compare_exchange_strong(free, fd + 1)) return;
+  }
+}
+
+// Before it is closed here.
+void forget_lock(int fd) noexcept {
+  for (std::atomic<int>& place : lock_descriptors) {
+    int expected = fd + 1;
+    if (place.compare_exchange_strong(expected, 0)) return;
+  }
+}
 
 // Returns 0 or an errno.
 int set_lock(int fd, short type) noexcept {
@@ -65,7 +98,11 @@ class PosixFile final : public DiskFile {
     return error;
   }
   // posix_fallocate writes zeros where the file system cannot reserve.
-  int reserve(std::uint64_t bytes) noexcept override { return posix_fallocate(fd_.fd(), 0, static_cast<off_t>(bytes)); }
+  int reserve(std::uint64_t bytes) noexcept override {
+    int error = EINTR;  // a signal ends the call on tmpfs
+    while (error == EINTR) error = posix_fallocate(fd_.fd(), 0, static_cast<off_t>(bytes));
+    return error;
+  }
   int descriptor() const noexcept override { return fd_.fd(); }
   bool direct() const noexcept override { return direct_; }
 
@@ -77,9 +114,15 @@ class PosixFile final : public DiskFile {
 class PosixDirectory final : public DiskDirectory {
  public:
   explicit PosixDirectory(Descriptor fd) noexcept : fd_(std::move(fd)) {}
-  // A forked child has the descriptor, too, so closing it here would not be enough.
+  // A process that has inherited the descriptor in another way than by fork() would keep a lock that is only closed.
   ~PosixDirectory() override {
-    if (lock_.fd() >= 0) static_cast<void>(set_lock(lock_.fd(), F_UNLCK));
+    if (lock_.fd() < 0) return;
+    if (fork_generation() != fork_generation_) {
+      lock_.forget();  // it was closed when the process was forked, and its number may be another file's
+      return;
+    }
+    forget_lock(lock_.fd());
+    static_cast<void>(set_lock(lock_.fd(), F_UNLCK));
   }
 
   int open(const std::string& name, DiskOpen how, std::unique_ptr<DiskFile>& file) override {
@@ -126,6 +169,7 @@ class PosixDirectory final : public DiskDirectory {
     if (fd.fd() < 0) return errno;
     const int error = set_lock(fd.fd(), F_WRLCK);
     if (error != 0) return error == EACCES ? EAGAIN : error;
+    close_in_children(fd.fd());
     lock_ = std::move(fd);
     return 0;
   }
@@ -138,7 +182,19 @@ class PosixDirectory final : public DiskDirectory {
  private:
   Descriptor fd_;
   Descriptor lock_;
+  const std::uint32_t fork_generation_ = fork_generation();
 };
+
+[[noreturn]] void throw_unsafe(const std::string& path, const std::string& why) {
+  throw Error(ErrorCode::kState, path + " " + why + ": what is served from a store on disk must be this user's alone")
+      .because(ErrorCause::kForeign);
+}
+
+// Others who may write here could put their bytes into prompts; who may read here sees prompts.
+void require_private(const std::string& path, const struct stat& found, mode_t refused) {
+  if (found.st_uid != geteuid()) throw_unsafe(path, "belongs to another user");
+  if ((found.st_mode & refused) != 0) throw_unsafe(path, "may be used by others (chmod go-rwx)");
+}
 
 std::string parent_of(std::string path) {
   while (path.size() > 1 && path.back() == '/') path.pop_back();
@@ -167,7 +223,23 @@ std::shared_ptr<DiskDirectory> posix_directory(const std::string& path) {
         .because(ErrorCause::kForeign);
   }
   if (fd.fd() < 0) throw_failed("cannot open the directory " + path, errno);
-  return std::make_shared<PosixDirectory>(std::move(fd));
+  struct stat found{};
+  if (fstat(fd.fd(), &found) != 0) throw_failed("cannot look at the directory " + path, errno);
+  require_private(path, found, S_IWGRP | S_IWOTH);
+  const int at = fd.fd();
+  auto directory = std::make_shared<PosixDirectory>(std::move(fd));
+  std::vector<std::string> names;
+  if (const int error = directory->names(names); error != 0) throw_failed("cannot list the directory " + path, error);
+  for (const std::string& name : names) {
+    if (name.rfind("kvpool.", 0) != 0) continue;
+    if (fstatat(at, name.c_str(), &found, AT_SYMLINK_NOFOLLOW) != 0) {
+      if (errno == ENOENT) continue;  // another store, which has it open, has just removed it
+      throw_failed("cannot look at " + path + "/" + name, errno);
+    }
+    if (!S_ISREG(found.st_mode)) throw_unsafe(path + "/" + name, "is no regular file");
+    require_private(path + "/" + name, found, S_IRWXG | S_IRWXO);
+  }
+  return directory;
 }
 
 }  // namespace kvpool

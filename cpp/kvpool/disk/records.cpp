@@ -66,9 +66,9 @@ std::optional<ReadRecord> read_record(std::span<const std::byte> bytes, const Lo
   return ReadRecord{record, head.bytes};
 }
 
-std::uint32_t piece_checksum(std::uint32_t slot, std::uint32_t generation, std::uint32_t piece, const std::byte* data,
+std::uint32_t piece_checksum(std::uint32_t slot, std::uint64_t generation, std::uint32_t piece, const std::byte* data,
                              std::size_t bytes) noexcept {
-  const std::uint32_t place[] = {slot, generation, piece};
+  const std::uint64_t place[] = {generation, std::uint64_t{slot} << 32 | piece};
   return crc32c(crc32c(0, place, sizeof(place)), data, bytes);
 }
 

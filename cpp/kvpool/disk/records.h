@@ -46,10 +46,9 @@ struct RecordHead {
   std::uint64_t sequence;
   Change change;
   std::uint32_t slot;
-  std::uint32_t generation;
+  std::uint64_t generation;
   std::uint32_t meta_bytes;
   std::uint32_t pieces;  // checksums
-  std::uint32_t unused;
   // checksums, meta, zeros up to a multiple of 8
 };
 static_assert(sizeof(RecordHead) == 40);
@@ -58,7 +57,7 @@ static_assert(sizeof(RecordHead) == 40);
 struct Record {
   Change change{};
   std::uint32_t slot = 0;
-  std::uint32_t generation = 0;
+  std::uint64_t generation = 0;
   std::span<const std::byte> checksums;  // 4 bytes each
   std::span<const std::byte> meta;
 };
@@ -74,7 +73,7 @@ std::optional<ReadRecord> read_record(std::span<const std::byte> bytes, const Lo
                                       std::uint64_t sequence) noexcept;
 
 // Of piece `piece` of an entry.
-std::uint32_t piece_checksum(std::uint32_t slot, std::uint32_t generation, std::uint32_t piece, const std::byte* data,
+std::uint32_t piece_checksum(std::uint32_t slot, std::uint64_t generation, std::uint32_t piece, const std::byte* data,
                              std::size_t bytes) noexcept;
 
 }  // namespace kvpool

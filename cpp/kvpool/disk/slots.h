@@ -20,7 +20,7 @@ struct Op;
 
 struct Slot {
   Op* waiter = nullptr;
-  std::uint32_t generation = 0;  // while live
+  std::uint64_t generation = 0;  // while live
   std::uint32_t readers = 0;
   bool live = false;
   bool busy = false;

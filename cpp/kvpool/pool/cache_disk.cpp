@@ -76,25 +76,23 @@ DiskPages PromptCache::begin_disk_write(Address last, const DiskChoice& choice) 
   // From here on only the path in for_each_to_write may throw, before it visits anything.
   const std::size_t most = slots.size();
   std::size_t chosen = 0;
-  std::uint32_t slot_before = 0;
-  std::uint32_t generation_before = 0;
+  std::optional<DiskPlace> place_before;
   for_each_to_write(end, most, choice, write, [&](PromptNode* node, std::uint32_t page, Address before) {
     if (chosen == 0) {
       KVPOOL_CHECK(blocks_.take(most, Medium::kDisk, BlockState::kReserved, slots.data()));
       if (before != 0) {
-        slot_before = medium_of(before) == Medium::kDisk ? block_of(before) : copies_->slot_of(before);
-        generation_before = copies_->generation(slot_before);
+        const std::uint32_t slot = medium_of(before) == Medium::kDisk ? block_of(before) : copies_->slot_of(before);
+        place_before = {slot, copies_->generation(slot)};
       }
     }
-    const std::uint32_t generation = copies_->next_generation();
+    const std::uint64_t generation = copies_->next_generation();
     const Address slot = slots[chosen++];
     const Address from = node->payload.values[page];
-    write.pages.push_back({from, slot, generation, slot_before, generation_before});
+    write.pages.push_back({from, slot, generation, place_before});
     set_being_written(from, slot);
     const Token* tokens = node->tokens.get() + std::size_t{page} * page_tokens;
     write.tokens.insert(write.tokens.end(), tokens, tokens + page_tokens);
-    slot_before = block_of(slot);
-    generation_before = generation;
+    place_before = {block_of(slot), generation};
   });
   if (chosen > 0 && chosen < most) blocks_.release(slots.data() + chosen, most - chosen);
   return write;
@@ -251,7 +249,7 @@ void PromptCache::begin_bring(std::span<const Address> given, PendingSwapIn& pen
   }
 }
 
-std::uint32_t PromptCache::disk_generation(Address slot) const noexcept {
+std::uint64_t PromptCache::disk_generation(Address slot) const noexcept {
   return copies_ == nullptr ? 0 : copies_->generation(block_of(slot));
 }
 

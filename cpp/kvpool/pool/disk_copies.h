@@ -18,6 +18,7 @@
 #include <cstdint>
 #include <deque>
 #include <new>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -27,6 +28,7 @@
 #include "kvpool/disk/disk_store.h"
 #include "kvpool/index/token_run.h"
 #include "kvpool/pool/disk_admission.h"
+#include "kvpool/pool/disk_record.h"
 
 namespace kvpool {
 
@@ -74,16 +76,17 @@ class DiskCopies {
   }
 
   // Of the entry in a slot, as the store knows it; 0: it has none, or it is to be erased.
-  std::uint32_t generation(std::uint32_t slot) const noexcept { return generations_[slot]; }
-  void set_generation(std::uint32_t slot, std::uint32_t generation) noexcept {
+  std::uint64_t generation(std::uint32_t slot) const noexcept { return generations_[slot]; }
+  void set_generation(std::uint32_t slot, std::uint64_t generation) noexcept {
     generations_[slot] = generation;
     last_generation_ = generation > last_generation_ ? generation : last_generation_;
   }
-  std::uint32_t next_generation() noexcept { return ++last_generation_; }
+  // From 1 on. 64 bits do not come round: a directory would take 2^64 writes.
+  std::uint64_t next_generation() noexcept { return ++last_generation_; }
 
   // The entry in this slot, if it has one, is to be erased. Before the slot is written again, take_erased() is called.
   void erase(std::uint32_t slot) noexcept {
-    const std::uint32_t generation = std::exchange(generations_[slot], 0);
+    const std::uint64_t generation = std::exchange(generations_[slot], 0);
     if (generation == 0) return;            // it was told before: a pinned page was forgotten
     erased_.push_back({slot, generation});  // there is room: each slot stands there once
     work_.notify_all();
@@ -130,8 +133,8 @@ class DiskCopies {
   const DiskAdmission admission_;
   MediumMap<std::vector<std::uint32_t>> slots_;
   MediumMap<std::vector<std::uint32_t>> written_;
-  std::vector<std::uint32_t> generations_;
-  std::uint32_t last_generation_ = 0;
+  std::vector<std::uint64_t> generations_;
+  std::uint64_t last_generation_ = 0;
   std::uint32_t count_ = 0;
   std::vector<DiskErase> erased_;
   std::deque<Address> wanted_;
@@ -144,9 +147,8 @@ class DiskCopies {
 struct DiskPage {
   Address from;
   Address slot;
-  std::uint32_t generation;
-  std::uint32_t parent_slot;        // of the page before it in its prompt
-  std::uint32_t parent_generation;  // 0: it is the first
+  std::uint64_t generation;
+  std::optional<DiskPlace> parent;  // of the page before it in its prompt; none: it is the first
 };
 
 // Pages of one prompt, one after another, that are to be written.

@@ -9,13 +9,18 @@ namespace {
 static_assert(std::endian::native == std::endian::little);
 
 constexpr std::byte kVersion{1};
+constexpr std::byte kLater{0};
+constexpr std::byte kFirst{1};
 
 void append(std::vector<std::byte>& out, const void* data, std::size_t bytes) {
   const auto* const begin = static_cast<const std::byte*>(data);
   out.insert(out.end(), begin, begin + bytes);
 }
 
-void append_u32(std::vector<std::byte>& out, std::uint32_t value) { append(out, &value, sizeof(value)); }
+template <class T>
+void append_value(std::vector<std::byte>& out, T value) {
+  append(out, &value, sizeof(value));
+}
 
 // Takes from the front of what is left.
 class Reader {
@@ -27,10 +32,11 @@ class Reader {
     rest_ = rest_.subspan(bytes);
     return front;
   }
-  std::optional<std::uint32_t> take_u32() noexcept {
-    const auto bytes = take(sizeof(std::uint32_t));
+  template <class T>
+  std::optional<T> take_value() noexcept {
+    const auto bytes = take(sizeof(T));
     if (!bytes) return std::nullopt;
-    std::uint32_t value = 0;
+    T value = 0;
     std::memcpy(&value, bytes->data(), sizeof(value));
     return value;
   }
@@ -43,20 +49,21 @@ class Reader {
 }  // namespace
 
 std::size_t record_bytes(std::uint32_t page_tokens) noexcept {
-  return 1 + 4 * sizeof(std::uint32_t) + std::size_t{page_tokens} * sizeof(Token);
+  return 2 + 3 * sizeof(std::uint32_t) + sizeof(std::uint64_t) + std::size_t{page_tokens} * sizeof(Token);
 }
 
-std::vector<std::byte> encode_record(std::uint32_t parent_slot, std::uint32_t parent_generation,
-                                     std::span<const Token> tokens, std::string_view name_space) {
+std::vector<std::byte> encode_record(const std::optional<DiskPlace>& parent, std::span<const Token> tokens,
+                                     std::string_view name_space) {
   std::vector<std::byte> out;
   out.reserve(record_bytes(static_cast<std::uint32_t>(tokens.size())) + name_space.size());
   out.push_back(kVersion);
-  append_u32(out, parent_slot);
-  append_u32(out, parent_generation);
-  append_u32(out, static_cast<std::uint32_t>(tokens.size()));
+  out.push_back(parent ? kLater : kFirst);
+  append_value(out, parent ? parent->slot : 0);
+  append_value(out, parent ? parent->generation : 0);
+  append_value(out, static_cast<std::uint32_t>(tokens.size()));
   append(out, tokens.data(), tokens.size_bytes());
-  if (parent_generation != 0) return out;
-  append_u32(out, static_cast<std::uint32_t>(name_space.size()));
+  if (parent) return out;
+  append_value(out, static_cast<std::uint32_t>(name_space.size()));
   append(out, name_space.data(), name_space.size());
   return out;
 }
@@ -64,15 +71,19 @@ std::vector<std::byte> encode_record(std::uint32_t parent_slot, std::uint32_t pa
 std::optional<DiskRecord> decode_record(std::span<const std::byte> bytes, std::uint32_t page_tokens) noexcept {
   Reader reader(bytes);
   const auto version = reader.take(1);
-  const auto slot = reader.take_u32();
-  const auto generation = reader.take_u32();
-  const auto count = reader.take_u32();
+  const auto first = reader.take(1);
+  const auto slot = reader.take_value<std::uint32_t>();
+  const auto generation = reader.take_value<std::uint64_t>();
+  const auto count = reader.take_value<std::uint32_t>();
   if (!version || version->front() != kVersion || !count || *count != page_tokens) return std::nullopt;
+  if (first->front() != kFirst && first->front() != kLater) return std::nullopt;
   const auto tokens = reader.take(std::size_t{page_tokens} * sizeof(Token));
   if (!tokens) return std::nullopt;
-  DiskRecord record{*slot, *generation, *tokens, {}};
-  if (record.parent_generation == 0) {
-    const auto length = reader.take_u32();
+  DiskRecord record{std::nullopt, *tokens, {}};
+  if (first->front() == kLater) {
+    record.parent = {*slot, *generation};
+  } else {
+    const auto length = reader.take_value<std::uint32_t>();
     const auto name = length ? reader.take(*length) : std::nullopt;
     if (!name) return std::nullopt;
     record.name_space = {reinterpret_cast<const char*>(name->data()), name->size()};

@@ -2,8 +2,9 @@
 // the page before it in its prompt; the first page of a prompt has the namespace instead.
 //
 //   u8   version, 1
+//   u8   whether it is the first page of its prompt: 1 or 0
 //   u32  slot of the page before      both 0 for the first page
-//   u32  generation of that entry
+//   u64  generation of that entry
 //   u32  number of tokens, and as many i32
 //   u32  bytes of the namespace, and those; only of a first page
 //
@@ -21,16 +22,22 @@
 
 namespace kvpool {
 
+// An entry on disk.
+struct DiskPlace {
+  std::uint32_t slot = 0;
+  std::uint64_t generation = 0;
+  bool operator==(const DiskPlace&) const = default;
+};
+
 struct DiskRecord {
-  std::uint32_t parent_slot = 0;
-  std::uint32_t parent_generation = 0;  // 0: it is the first page of its prompt
-  std::span<const std::byte> tokens;    // as they are stored: perhaps not aligned
-  std::string_view name_space;          // of a first page
+  std::optional<DiskPlace> parent;    // none: it is the first page of its prompt
+  std::span<const std::byte> tokens;  // as they are stored: perhaps not aligned
+  std::string_view name_space;        // of a first page
 };
 
 // `tokens`: of one page.
-std::vector<std::byte> encode_record(std::uint32_t parent_slot, std::uint32_t parent_generation,
-                                     std::span<const Token> tokens, std::string_view name_space);
+std::vector<std::byte> encode_record(const std::optional<DiskPlace>& parent, std::span<const Token> tokens,
+                                     std::string_view name_space);
 // Nothing if it is no such record of a page with so many tokens. The result refers to `bytes`.
 std::optional<DiskRecord> decode_record(std::span<const std::byte> bytes, std::uint32_t page_tokens) noexcept;
 // How long a record is at most, without the namespace.

@@ -32,11 +32,11 @@ class Forest {
     std::ranges::sort(order_, {}, [&](std::uint32_t i) { return entries[i].generation; });
     for (const std::uint32_t i : order_) {
       if (!records_[i]) continue;
-      const DiskRecord& record = *records_[i];
-      if (record.parent_generation == 0) continue;
-      const std::uint32_t parent = record.parent_slot < slots ? in_slot[record.parent_slot] : kNone;
-      const bool found = parent != kNone && records_[parent] && record.parent_generation < entries[i].generation &&
-                         entries[parent].generation == record.parent_generation;
+      const std::optional<DiskPlace>& before = records_[i]->parent;
+      if (!before) continue;
+      const std::uint32_t parent = before->slot < slots ? in_slot[before->slot] : kNone;
+      const bool found = parent != kNone && records_[parent] && before->generation < entries[i].generation &&
+                         entries[parent].generation == before->generation;
       if (!found) {
         records_[i].reset();
         continue;

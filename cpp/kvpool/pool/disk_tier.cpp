@@ -279,16 +279,15 @@ void DiskTier::write(const Batch& batch, const Waiting* waiting, std::vector<boo
     for (std::size_t i = 0; i < prompt.pages.size(); ++i) {
       const DiskPage& page = prompt.pages[i];
       const std::span<const std::byte> block(staging_.data() + writes.size() * block_bytes_, block_bytes_);
-      records.push_back(encode_record(page.parent_slot, page.parent_generation,
-                                      std::span(prompt.tokens).subspan(i * page_tokens_, page_tokens_),
+      records.push_back(encode_record(page.parent, std::span(prompt.tokens).subspan(i * page_tokens_, page_tokens_),
                                       prompt.name_space));
       writes.push_back({block_of(page.slot), page.generation, records.back(), {block}});
     }
   }
   const std::int64_t now = monotonic_ns();
-  budget_.charge(n * block_bytes_, now);
-  bytes_today_.store(budget_.today(), std::memory_order_relaxed);
   const std::shared_ptr<DiskStore> store = this->store();
+  budget_.charge(n * store->slot_bytes(), now);
+  bytes_today_.store(budget_.today(), std::memory_order_relaxed);
   const DiskTicket ticket = store->write(std::move(writes), kNoTimeNs);
   const auto tell = [&] {
     for (std::size_t i = 0; i < n; ++i) written[i] = ticket->status(i) == DiskStatus::kOk;

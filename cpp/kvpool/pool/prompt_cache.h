@@ -173,7 +173,7 @@ class PromptCache final : private IndexObserver, private CachedBlocks {
   // caller. Their slots are copies from now on, so old addresses stay good.
   void finish_bring(PendingSwapIn& pending);
   // Of the entry in this slot, as the store knows it; 0 without a disk.
-  std::uint32_t disk_generation(Address slot) const noexcept;
+  std::uint64_t disk_generation(Address slot) const noexcept;
   // The entry of this page is damaged or gone: drops the page and what continues it. REQUIRES: nothing is being moved
   // to DRAM.
   std::size_t lose(Address slot);

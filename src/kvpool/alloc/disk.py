@@ -50,7 +50,8 @@ class DiskStats:
         write_errors: Writes that the drive failed.
         read_bytes: Read from the drive, with padding.
         written_bytes: Written to the drive, with padding.
-        written_bytes_today: Content written since the day of the setting ``disk_bytes_day`` began.
+        written_bytes_today: Bytes that were given to the drive, with padding, since the day of the setting
+            ``disk_bytes_day`` began: with the first write of this process, or the first after the last day ended.
     """
 
     capacity: int
@@ -77,7 +78,7 @@ class DiskStats:
     written_bytes_today: int
 
 
-_CoreOptions = tuple[int, str, list[tuple[str, str]], str, int, int, float]
+_CoreOptions = tuple[int, bytes, list[tuple[str, str]], str, int, int, float]
 
 
 def disk_options(
@@ -87,12 +88,12 @@ def disk_options(
 
     Args:
         blocks: How many blocks; 0 without a disk.
-        path: The directory.
+        path: The directory; its name need not be UTF-8.
         layout: Of the blocks.
         settings: Those of the pool.
 
     Raises:
-        ArgumentError: One of `blocks` and `path` without the other, or out of range.
+        ArgumentError: One of `blocks` and `path` without the other, or out of range; or no file can have this `path`.
         ArgumentTypeError: A value of the wrong type.
     """
     if isinstance(blocks, bool) or not isinstance(blocks, int):
@@ -105,11 +106,21 @@ def disk_options(
         raise ArgumentError(
             f"disk_blocks is {blocks}, from 1 to {1 << 24} with a disk_path: a pool has both or neither", value=blocks
         )
-    place = os.path.abspath(os.fspath(path))
     return (
-        blocks, place, _format_of(layout, settings.model), settings.disk_admission, settings.disk_bytes_s,
+        blocks, _bytes_of(path), _format_of(layout, settings.model), settings.disk_admission, settings.disk_bytes_s,
         settings.disk_bytes_day, settings.disk_hang_s,
     )  # fmt: skip
+
+
+def _bytes_of(path: str | os.PathLike[str]) -> bytes:
+    """The absolute path as the kernel takes it; names of files need not be UTF-8."""
+    try:
+        name = os.fsencode(path)
+    except UnicodeEncodeError as error:
+        raise ArgumentError(f"disk_path cannot be the name of a file: {error}") from None
+    if not name or b"\0" in name:
+        raise ArgumentError(f"disk_path is {name!r}: the path of a directory is neither empty nor has it zero bytes")
+    return os.path.abspath(name)
 
 
 def _format_of(layout: Layout, model: str) -> list[tuple[str, str]]:
