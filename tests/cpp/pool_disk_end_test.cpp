@@ -249,7 +249,7 @@ TEST_CASE("a bring that waits for the drive can be given up") {
 
 TEST_CASE("a flush that is given up leaves to the writer what waits to be written") {
   PoolOptions options = disk_pool(std::make_shared<PowerDisk>());
-  options.disk->bytes_s = options.layout.block_bytes() * 3 / 2;  // so that the writer waits meanwhile
+  options.disk->bytes_s = 4096 * 3 / 2;  // slots of 4 KiB are charged; so the writer waits meanwhile
   const auto pool = open(options);
   store_on_disk(pool, prompt(1, 4));
   store(pool, prompt(2, 2));
