@@ -117,7 +117,7 @@ class Pause:
 
 
 class Planning(Planner):
-    """Moves nothing before it is ready, and notes its plans."""
+    """Moves nothing before it is ready. Notes its plans from then on, and which of them move something."""
 
     ready, pause, notes, name = False, None, None, ""
 
@@ -125,6 +125,7 @@ class Planning(Planner):
         if not Planning.ready:
             return Planner.plan(replace(Planner(SCHEDULERS["mell"], 4, 4), moves_max=0), states, number, planner)
         made = super().plan(states, number, planner)
+        Planning.notes.note("planned", Planning.name, number)
         if made.moves:
             Planning.notes.note("made", Planning.name, number)
             Planning.pause.reached("made")

@@ -66,7 +66,7 @@ def test_the_plan_of_a_planner_that_was_replaced_is_refused_when_it_wakes(town, 
     old = town.made("a")
     town.members["a"].stop()
     town.await_another_planner()
-    newer = min(number for number in town.accepted("c") if number in town.made("b"))
+    newer = min(number for number in town.accepted("c") if number in town.planned("b"))
     accepted = len(town.notes.all("accepted"))
     town.members["a"].wake()
     eventually(lambda: town.ask("d", "[each.name for each in member.cluster.members()]") == list("abcd"))
@@ -77,4 +77,4 @@ def test_the_plan_of_a_planner_that_was_replaced_is_refused_when_it_wakes(town, 
     eventually(lambda: any(number[0] > newer[0] for number in town.accepted("d")))  # a plans again
     town.finish("abcd")
     late = [number for _, _, number, _ in town.notes.all("accepted")[accepted:]]
-    assert all(number > newer or number in town.made("b") for number in late)
+    assert all(number > newer or number in town.planned("b") for number in late)
