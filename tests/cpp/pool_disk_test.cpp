@@ -106,10 +106,14 @@ TEST_CASE("pages that go to HBM and back keep their copies on disk") {
 
 TEST_CASE("a page whose write failed is not on disk, nor is what continues it, and the pool goes on without a disk") {
   const auto files = std::make_shared<PowerDisk>();
+  std::atomic<bool> fails = false;
+  files->fault = [&](PowerDisk::Call call, const std::string&) {
+    return fails && call == PowerDisk::Call::kWrite ? ENOSPC : 0;
+  };
   const auto pool = open(files);
   store_on_disk(pool, prompt(1, 3), 10);
   store(pool, prompt(2, 3), 20);
-  files->fault = [](PowerDisk::Call call, const std::string&) { return call == PowerDisk::Call::kWrite ? ENOSPC : 0; };
+  fails = true;
   CHECK(code_of([&] { flush(*pool); }) == ErrorCode::kStoreFailed);
   const DiskTierStats stats = pool->disk_stats();
   CHECK_FALSE(stats.health.on);
@@ -124,10 +128,14 @@ TEST_CASE("a page whose write failed is not on disk, nor is what continues it, a
 
 TEST_CASE("a page that the drive cannot read is lost, also for the next pool, and the rest on disk stays") {
   const auto files = std::make_shared<PowerDisk>();
+  std::atomic<bool> fails = false;
+  files->fault = [&](PowerDisk::Call call, const std::string&) {
+    return fails && call == PowerDisk::Call::kRead ? EIO : 0;
+  };
   auto pool = open(files);
   store_on_disk(pool, prompt(1, 3), 10);
   store_on_disk(pool, prompt(2, 2), 20);
-  files->fault = [](PowerDisk::Call call, const std::string&) { return call == PowerDisk::Call::kRead ? EIO : 0; };
+  fails = true;
   {
     const Found found = match(pool, prompt(1, 3));
     Addresses here(3);
@@ -136,7 +144,7 @@ TEST_CASE("a page that the drive cannot read is lost, also for the next pool, an
     CHECK(error->code() == ErrorCode::kStaleAddress);
     CHECK(error->cause() == ErrorCause::kLostOnDisk);
   }
-  files->fault = nullptr;
+  fails = false;
   CHECK(pool->disk_stats().health.on);
   CHECK(match(pool, prompt(1, 3)).hit.pages == 0);
   CHECK(brought(pool, prompt(2, 2), 20) == 2);
@@ -150,11 +158,15 @@ TEST_CASE("a page that the drive cannot read is lost, also for the next pool, an
 
 TEST_CASE("reads that fail again and again end with the error of the store, and nothing on disk is cached any more") {
   const auto files = std::make_shared<PowerDisk>();
+  std::atomic<bool> fails = false;
+  files->fault = [&](PowerDisk::Call call, const std::string&) {
+    return fails && call == PowerDisk::Call::kRead ? EIO : 0;
+  };
   const auto pool = open(files);
   constexpr int kErrors = 8;
   for (int i = 1; i < kErrors; ++i) store_on_disk(pool, prompt(10 + i, 1), 10);
   store_on_disk(pool, prompt(1, 3), 10);
-  files->fault = [](PowerDisk::Call call, const std::string&) { return call == PowerDisk::Call::kRead ? EIO : 0; };
+  fails = true;
   for (int i = 1; i < kErrors; ++i) {
     const Found found = match(pool, prompt(10 + i, 1));
     Addresses here(1);
