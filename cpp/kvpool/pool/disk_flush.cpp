@@ -10,12 +10,6 @@
 #include "kvpool/pool/prompt_cache.h"
 
 namespace kvpool {
-namespace {
-
-constexpr std::int64_t kSliceNs = 20'000'000;   // how often what waits looks whether it is to end
-constexpr std::int64_t kNoLimitNs = INT64_MAX;  // the store switches itself off when the drive hangs
-
-}  // namespace
 
 // --- waiting ---
 
@@ -42,7 +36,7 @@ std::unique_lock<std::mutex> DiskTier::lock_to_write(const Waiting& waiting) {
 }
 
 // For the writer. After close() has begun it waits this long at most, and may come back without the lock: a caller of
-// flush() lets go within kSliceNs, unless it is the one that closes, in a handler of a signal.
+// flush() lets go within kLookNs, unless it is the one that closes, in a handler of a signal.
 std::unique_lock<std::mutex> DiskTier::lock_until_stop(std::int64_t grace_ns) {
   std::unique_lock alone(write_mutex_, std::defer_lock);
   std::int64_t until = 0;
@@ -59,7 +53,7 @@ std::unique_lock<std::mutex> DiskTier::lock_until_stop(std::int64_t grace_ns) {
 void DiskTier::await(DiskBatch& batch, const Waiting* waiting) {
   Completion& ended = batch.completion();
   while (!ended.done()) {
-    std::int64_t until = monotonic_ns() + kSliceNs;
+    std::int64_t until = monotonic_ns() + kLookNs;
     if (waiting != nullptr) {
       check_waiting(*waiting);
       until = std::min(until, waiting->until_ns);
@@ -91,7 +85,7 @@ void DiskTier::erase(std::vector<DiskErase> erased, const Waiting* waiting) {
 // Leaves in `erased`, if it throws, what the store has not taken.
 void DiskTier::give_erases(DiskStore& store, std::vector<DiskErase>& erased) {
   try {
-    erasing_ = store.erase(erased, kNoLimitNs);
+    erasing_ = store.erase(erased, kNoTimeNs);
     erased.clear();
     return;
   } catch (const Error& error) {
@@ -100,7 +94,7 @@ void DiskTier::give_erases(DiskStore& store, std::vector<DiskErase>& erased) {
   // One of them is not there: it must not keep the others.
   while (!erased.empty()) {
     try {
-      erasing_ = store.erase({erased.back()}, kNoLimitNs);
+      erasing_ = store.erase({erased.back()}, kNoTimeNs);
     } catch (const Error& error) {
       if (error.code() != ErrorCode::kState) throw;
     }
@@ -153,7 +147,7 @@ std::size_t DiskTier::write_all(std::deque<Address>& lasts, bool everything, con
     }
     alone.unlock();
     const std::int64_t left = std::max<std::int64_t>(waiting.until_ns - now, 0);
-    std::this_thread::sleep_for(std::chrono::nanoseconds(std::min({wait, kSliceNs, left})));
+    std::this_thread::sleep_for(std::chrono::nanoseconds(std::min({wait, kLookNs, left})));
   }
   return kept;
 }

@@ -15,8 +15,6 @@ namespace kvpool {
 namespace {
 
 constexpr std::size_t kReadBytes = 32 << 20;  // asked for together; a swap can be cancelled in between
-constexpr std::int64_t kLookNs = 20'000'000;  // how often what waits looks whether it is to end
-constexpr std::int64_t kNoTimeNs = INT64_MAX;
 
 }  // namespace
 

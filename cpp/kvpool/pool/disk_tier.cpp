@@ -22,9 +22,7 @@ namespace {
 constexpr std::size_t kBatchBytes = 8 << 20;  // written together
 constexpr std::size_t kBatchBlocksMax = 256;
 constexpr std::size_t kLookedMax = 1 << 14;      // pages, in one hold of the space's lock
-constexpr std::int64_t kLookNs = 20'000'000;     // how often what waits looks whether it is to end
 constexpr std::int64_t kLastNs = 1'000'000'000;  // how long a close waits for its turn to erase
-constexpr std::int64_t kNoTimeNs = INT64_MAX;    // the store switches itself off when the drive hangs
 
 DiskOptions store_options(const PoolOptions& options) {
   const DiskTierOptions& disk = *options.disk;

@@ -92,6 +92,8 @@ class DiskTier {
   void close() noexcept;
 
  private:
+  static constexpr std::int64_t kLookNs = 20'000'000;   // how often what waits looks whether it is to end
+  static constexpr std::int64_t kNoTimeNs = INT64_MAX;  // the store switches itself off when the drive hangs
   // Pages that are written together.
   struct Batch {
     std::vector<DiskPages> prompts;
