@@ -20,15 +20,7 @@ namespace kvpool::testing {
 namespace {
 
 constexpr std::size_t kBlock = 9000;
-constexpr std::int64_t kMinute = 60'000'000'000;
 using Call = PowerDisk::Call;
-
-std::int64_t soon_ns() { return monotonic_ns() + kMinute; }
-
-DiskStatus wait_for(const DiskTicket& ticket) {
-  ticket->completion().sleep_until(soon_ns());
-  return ticket->status(0);
-}
 
 // A disk that does what a test says for calls to one file. Other threads ask while the test changes its mind.
 class FaultyDisk {
@@ -93,11 +85,11 @@ struct Rig {
   }
   DiskStatus put(std::uint32_t slot, std::uint32_t generation) {
     const EntryWrite entry(slot, generation, kBlock);
-    return wait_for(store->write({entry.write}, soon_ns()));
+    return status_of(store->write({entry.write}, in_a_minute_ns()));
   }
   DiskStatus get(std::uint32_t slot, std::uint32_t generation) {
     Bytes content(kBlock);
-    const DiskStatus status = wait_for(store->read({{slot, generation, {}, {std::span(content)}}}, soon_ns()));
+    const DiskStatus status = status_of(store->read({{slot, generation, {}, {std::span(content)}}}, in_a_minute_ns()));
     if (status == DiskStatus::kOk) CHECK(content == content_of(slot, generation, kBlock));
     return status;
   }
@@ -139,7 +131,7 @@ TEST_CASE("an error of the drive switches the store on disk off, and what was du
     CHECK(health.reason.find(errno_text(fault.error)) != std::string::npos);
     CHECK(rig.get(1, 1) == DiskStatus::kOff);
     CHECK(rig.put(3, 1) == DiskStatus::kOff);
-    CHECK(wait_for(rig.store->erase({{1, 1}}, soon_ns())) == DiskStatus::kOff);
+    CHECK(status_of(rig.store->erase({{1, 1}}, in_a_minute_ns())) == DiskStatus::kOff);
     rig.faulty.heal();
     rig.open_again();
     CHECK(rig.get(1, 1) == DiskStatus::kOk);
@@ -184,7 +176,7 @@ TEST_CASE("a caller has its answer by its deadline, whatever hangs") {
     CHECK(soon([&] {
       const std::int64_t deadline = monotonic_ns() + 30'000'000;
       const DiskTicket ticket = rig.give(hang, content, entry, deadline);
-      CHECK(wait_for(ticket) == DiskStatus::kDeadline);
+      CHECK(status_of(ticket) == DiskStatus::kDeadline);
       return rig.faulty.is_hanging();
     }));
     CHECK(rig.store->state().on);
@@ -211,8 +203,8 @@ TEST_CASE("a drive that hangs switches the store on disk off, and keeps nobody f
       rig.faulty.heal();
       rig.open_again();
       rig.faulty.hang(hang.call, hang.file);
-      const DiskTicket ticket = rig.give(hang, content, entry, soon_ns());
-      CHECK(wait_for(ticket) == DiskStatus::kOff);
+      const DiskTicket ticket = rig.give(hang, content, entry, in_a_minute_ns());
+      CHECK(status_of(ticket) == DiskStatus::kOff);
       CHECK(rig.store->state().fault == DiskFault::kHung);
       return rig.faulty.is_hanging();
     }));
@@ -231,9 +223,9 @@ TEST_CASE("a store on disk that is destroyed ends what is pending") {
   rig.faulty.hang(Call::kWrite, "kvpool.blocks");
   const EntryWrite entry(2, 1, kBlock);
   std::atomic<int> ends{0};
-  const DiskTicket ticket = rig.store->write({entry.write}, soon_ns(), [&](DiskBatch&) { ++ends; });
+  const DiskTicket ticket = rig.store->write({entry.write}, in_a_minute_ns(), [&](DiskBatch&) { ++ends; });
   CHECK(soon([&] { return rig.faulty.is_hanging(); }));
-  rig.options.hang_ns = kMinute;
+  rig.options.hang_ns = kDiskMinuteNs;
   std::thread healer([&] {
     sleep_while([&] { return !ticket->completion().done(); });
     rig.faulty.heal();

@@ -23,6 +23,15 @@ namespace kvpool::testing {
 
 inline constexpr std::int64_t kNoDeadline = std::numeric_limits<std::int64_t>::max();
 
+inline constexpr std::int64_t kDiskMinuteNs = 60'000'000'000;
+inline std::int64_t in_a_minute_ns() { return monotonic_ns() + kDiskMinuteNs; }
+
+// Of the first operation of a batch, when it has ended.
+inline DiskStatus status_of(const DiskTicket& ticket) {
+  ticket->completion().sleep_until(in_a_minute_ns());
+  return ticket->status(0);
+}
+
 inline DiskOptions disk_options(const std::string& path, std::uint32_t slots, std::uint64_t block_bytes) {
   DiskOptions options;
   options.path = path;

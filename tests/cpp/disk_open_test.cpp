@@ -10,7 +10,6 @@
 #include <string>
 
 #include "disk_kit.h"
-#include "kvpool/base/clock.h"
 #include "power_disk.h"
 #include "thrown.h"
 
@@ -18,24 +17,16 @@ namespace kvpool::testing {
 namespace {
 
 constexpr std::size_t kBlock = 9000;
-constexpr std::int64_t kMinute = 60'000'000'000;
 using Call = PowerDisk::Call;
-
-std::int64_t soon_ns() { return monotonic_ns() + kMinute; }
-
-DiskStatus wait_for(const DiskTicket& ticket) {
-  ticket->completion().sleep_until(soon_ns());
-  return ticket->status(0);
-}
 
 DiskStatus put(DiskStore& store, std::uint32_t slot, std::uint64_t generation) {
   const EntryWrite entry(slot, generation, kBlock);
-  return wait_for(store.write({entry.write}, soon_ns()));
+  return status_of(store.write({entry.write}, in_a_minute_ns()));
 }
 
 DiskStatus get(DiskStore& store, std::uint32_t slot, std::uint64_t generation) {
   Bytes content(kBlock);
-  const DiskStatus status = wait_for(store.read({{slot, generation, {}, {std::span(content)}}}, soon_ns()));
+  const DiskStatus status = status_of(store.read({{slot, generation, {}, {std::span(content)}}}, in_a_minute_ns()));
   if (status == DiskStatus::kOk) CHECK(content == content_of(slot, generation, kBlock));
   return status;
 }
@@ -98,8 +89,8 @@ TEST_CASE("records of a journal are found wherever they lie in the pieces that a
     const Bytes content = content_of(0, 1, 4096);
     const Bytes meta(kDiskMetaBytesMax - 100, std::byte{5});  // so 200 of them lie in four pieces, some in two
     for (std::uint64_t generation = 1; generation <= kLast; ++generation) {
-      CHECK(wait_for(store->write({{0, generation, meta, {content}}}, soon_ns())) == DiskStatus::kOk);
-      if (generation < kLast) CHECK(wait_for(store->erase({{0, generation}}, soon_ns())) == DiskStatus::kOk);
+      CHECK(status_of(store->write({{0, generation, meta, {content}}}, in_a_minute_ns())) == DiskStatus::kOk);
+      if (generation < kLast) CHECK(status_of(store->erase({{0, generation}}, in_a_minute_ns())) == DiskStatus::kOk);
     }
   }
   const auto store = DiskStore::open(options);

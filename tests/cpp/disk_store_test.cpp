@@ -17,7 +17,6 @@
 
 #include "disk_kit.h"
 #include "fuzz_seeds.h"
-#include "kvpool/base/clock.h"
 #include "power_disk.h"
 #include "thrown.h"
 
@@ -25,23 +24,15 @@ namespace kvpool::testing {
 namespace {
 
 constexpr std::size_t kBlock = 3 * kDiskPieceBytes + 900;
-constexpr std::int64_t kMinute = 60'000'000'000;
-
-std::int64_t soon_ns() { return monotonic_ns() + kMinute; }
-
-DiskStatus wait_for(const DiskTicket& ticket) {
-  ticket->completion().sleep_until(soon_ns());
-  return ticket->status(0);
-}
 
 DiskStatus put(DiskStore& store, std::uint32_t slot, std::uint64_t generation, std::size_t bytes = kBlock) {
   const EntryWrite entry(slot, generation, bytes);
-  return wait_for(store.write({entry.write}, soon_ns()));
+  return status_of(store.write({entry.write}, in_a_minute_ns()));
 }
 
 DiskStatus get(DiskStore& store, std::uint32_t slot, std::uint64_t generation, std::size_t bytes = kBlock) {
   Bytes content(bytes);
-  const DiskStatus status = wait_for(store.read({{slot, generation, {}, {std::span(content)}}}, soon_ns()));
+  const DiskStatus status = status_of(store.read({{slot, generation, {}, {std::span(content)}}}, in_a_minute_ns()));
   if (status == DiskStatus::kOk) CHECK(content == content_of(slot, generation, bytes));
   return status;
 }
@@ -77,7 +68,7 @@ TEST_CASE("a store on disk has its entries after it was closed and opened again"
       CHECK(put(*store, 5, 3) == DiskStatus::kOk);
       CHECK(put(*store, 1, 9) == DiskStatus::kOk);
       CHECK(put(*store, 2, 1) == DiskStatus::kOk);
-      CHECK(wait_for(store->erase({{2, 1}}, soon_ns())) == DiskStatus::kOk);
+      CHECK(status_of(store->erase({{2, 1}}, in_a_minute_ns())) == DiskStatus::kOk);
       CHECK(get(*store, 5, 3) == DiskStatus::kOk);
     }
     const auto store = DiskStore::open(options);
@@ -119,18 +110,18 @@ TEST_CASE("many threads use a store on disk at once, and each entry stays what i
             writes.push_back(entries.back()->write);
             erases.push_back({slot, generation});
           }
-          wrong += wait_for(store->write(writes, soon_ns())) == DiskStatus::kOk ? 0 : 1;
+          wrong += status_of(store->write(writes, in_a_minute_ns())) == DiskStatus::kOk ? 0 : 1;
           std::vector<Bytes> contents(kEach, Bytes(kBytes));
           std::vector<DiskRead> reads;
           for (std::uint32_t i = 0; i < kEach; ++i) {
             reads.push_back({thread * kEach + i, generation, {}, {std::span(contents[i])}});
           }
-          const DiskTicket read = store->read(reads, soon_ns());
-          read->completion().sleep_until(soon_ns());
+          const DiskTicket read = store->read(reads, in_a_minute_ns());
+          read->completion().sleep_until(in_a_minute_ns());
           for (std::uint32_t i = 0; i < kEach; ++i) {
             wrong += read->status(i) == DiskStatus::kOk && contents[i] == entries[i]->content ? 0 : 1;
           }
-          store->erase(erases, soon_ns());  // the next write waits for it
+          store->erase(erases, in_a_minute_ns());  // the next write waits for it
         }
       });
     }
@@ -186,7 +177,7 @@ TEST_CASE("a forked child cannot use a store on disk, and does not harm it") {
   REQUIRE(pipe(go_on) == 0);
   const pid_t child = fork();
   if (child == 0) {
-    const auto code = code_of([&] { store->erase({}, soon_ns()); });
+    const auto code = code_of([&] { store->erase({}, in_a_minute_ns()); });
     store.reset();
     close(go_on[1]);
     char ignored = 0;
